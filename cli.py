@@ -1,0 +1,317 @@
+"""The command line of sfi.py: read prompts, run full KV and SFI, print what each writes, and a table of how they differ.
+
+Text goes to stdout, all else to stderr. Defaults come from the configuration classes and from the two constants below;
+a knob's flag is made from its field, so that a new knob needs nothing here. Bad input is one line on stderr and exit 2.
+"""
+import argparse
+import json
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import fidelity
+import model as qwen3
+from selector import SelectorConfig
+from sfi import (PRESETS, Generation, Sampling, SFIConfig, SlowFastMemory, decode, read_prompts, sentence_tokens)
+
+PRESET, RETAIN = "robust", 0.15         # the command line's own; the configuration classes default to the paper's
+COMPARED = 1024                         # tokens on which SFI is compared with full KV: their logits are kept
+SHIPPED = Path(__file__).parent / "tiny"
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one line for an error instead of the whole usage."""
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+def parser():
+    p = Parser(prog="sfi.py", description="Decode a prompt with full KV and with Slow-Fast Inference, side by side.",
+               allow_abbrev=False)
+    p.add_argument("--prompt", nargs="+", action="extend", required=True, metavar="FILE",
+                   help="text file, or - for standard input; several files are one batch")
+    run = p.add_argument_group("run")
+    run.add_argument("--mode", choices=("full", "sfi", "both"), default="both", help="what to run (default: %(default)s)")
+    run.add_argument("--model", default=str(SHIPPED), help="folder or hub id (default: the shipped checkpoint)")
+    run.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
+    run.add_argument("--dtype", choices=tuple(DTYPES), help="(default: float32 on a CPU, the checkpoint's on CUDA)")
+    run.add_argument("--max-new-tokens", type=int, default=512, help="(default: %(default)s)")
+    run.add_argument("--json", action="store_true", help="print one line of JSON last on stderr")
+    text = p.add_argument_group("prompt format")
+    kind = text.add_mutually_exclusive_group()
+    kind.add_argument("--raw", dest="chat", action="store_false", help="continue the text as it is (default)")
+    kind.add_argument("--chat", action="store_true", help="the file is a user's message in the model's chat template")
+    text.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True,
+                      help="with --chat: whether the model may think first (default: it may)")
+    knobs = p.add_argument_group("Slow-Fast Inference", "a knob that is not given has the preset's value")
+    knobs.add_argument("--preset", choices=tuple(PRESETS), default=PRESET, help="(default: %(default)s)")
+    knobs.add_argument("--retain", type=float, metavar="FRACTION",
+                       help=f"K as a fraction of the longest prompt, instead of --selected (default: {RETAIN})")
+    add_fields(knobs, SFIConfig)
+    add_fields(p.add_argument_group("Selector", "knobs of the scores; not given: the preset's"), SelectorConfig)
+    add_fields(p.add_argument_group("sampling"), Sampling)
+    return p
+
+
+def add_fields(group, cls):
+    """One flag per field of a configuration class, typed as its default is, None where it is not given."""
+    for f in fields(cls):
+        if f.name != "selector":
+            group.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), metavar=f.name.upper(),
+                               help=f"(the class's default: {f.default})")
+
+
+def given(arguments, cls):
+    """The fields of `cls` that the command line sets."""
+    return {f.name: value for f in fields(cls) if (value := getattr(arguments, f.name, None)) is not None}
+
+
+def read_text(name):
+    """The prompt in file `name`, or of standard input for "-", less the newline that ends a text file."""
+    try:
+        text = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if not text.strip():
+        raise ValueError(f"{name} is {'blank' if text else 'empty'}")
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+@contextmanager
+def one_line_errors():
+    """Bad input, from wherever it is noticed: one line on stderr, exit 2."""
+    try:
+        yield
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        print("sfi: " + " ".join(message.split()), file=sys.stderr)
+        sys.exit(2)
+
+
+def pick_device(name):
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: no CUDA device here")
+    return device
+
+
+@dataclass
+class Run:
+    """One memory's pass over a batch: a Generation per prompt and the first logits kept for comparison."""
+    generations: list
+    reference: list
+    interrupted: bool = False
+
+
+def run(model, memory, logits, config, arguments, sampling, seconds, keep=0):
+    """Decode, stream the text of a single prompt to stdout as it comes and print a batch's texts at the end -> Run."""
+    batch = memory.batch
+    result = Run([Generation([], [], seconds) for _ in range(batch)], [])
+    streams = [model.tokenizer.stream() for _ in range(batch)]
+    texts = [""] * batch
+
+    def show(b, piece):
+        texts[b] += piece
+        if batch == 1:
+            print(piece, end="", flush=True)
+
+    try:
+        for token in decode(model, memory, logits, config, arguments.max_new_tokens, sentence_tokens(model),
+                            model.stop_ids, sampling):
+            if token.step < keep:
+                result.reference.append(token.logits.clone())
+            for b, (id, record) in enumerate(zip(token.ids, token.records)):
+                if id is not None:
+                    result.generations[b].ids.append(id)
+                    result.generations[b].steps.append(record)
+                    show(b, streams[b].push(id))
+    except KeyboardInterrupt:
+        result.interrupted = True
+    for b in range(batch):
+        show(b, streams[b].finish())
+    if batch == 1:
+        print(flush=True)
+    else:
+        for name, text in zip(arguments.prompt, texts):
+            print(f"[{name}]\n{text}" if arguments.mode == "both" else text, flush=True)
+    return result
+
+
+def speed(steps):
+    """Milliseconds per slow and fast step and tokens per second over all steps after prefill."""
+    timed = steps[1:]
+    by_kind = {kind: [s.seconds for s in timed if s.kind == kind] for kind in ("slow", "fast")}
+    total = sum(s.seconds for s in timed)
+    return {"tokens_per_second": len(timed) / total if total else None,
+            **{f"{kind}_step_ms": 1000 * sum(v) / len(v) if v else None for kind, v in by_kind.items()}}
+
+
+def reasons(steps):
+    """How often each reason made a step slow, prefill's step 0 left out."""
+    counts = {}
+    for s in steps[1:]:
+        if s.reason:
+            counts[s.reason] = counts.get(s.reason, 0) + 1
+    return counts
+
+
+def summary(name, prompt_tokens, full, sfi, faithful):
+    """What the table and --json say of one prompt, as a flat dict; Nones are left out."""
+    rows = {"prompt": name, "prompt_tokens": prompt_tokens}
+    for label, generation in (("full", full), ("sfi", sfi)):
+        if generation:
+            rows |= {f"{label}_new_tokens": len(generation.ids), "prefill_seconds": generation.prefill_seconds}
+            rows |= {f"{label}_{key}": value for key, value in speed(generation.steps).items()}
+    if sfi:
+        timed = sfi.steps[1:]
+        rows |= {"slow_steps": sum(s.kind == "slow" for s in timed), "fast_steps": sum(s.kind == "fast" for s in timed),
+                 "slow_reasons": reasons(sfi.steps),
+                 "kv_read": sum(s.read for s in timed) / sum(s.length for s in timed) if timed else None}
+    if full and sfi:
+        pairs = zip(full.ids, sfi.ids)
+        differs = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if differs is None and len(full.ids) != len(sfi.ids):
+            differs = min(len(full.ids), len(sfi.ids))
+        rows["first_differing_token"] = differs
+    if faithful:
+        rows |= faithful.means()
+    return rows
+
+
+def described(preset, config, retain):
+    """The preset, what it and the flags add to the paper's knobs, and K."""
+    paper = SFIConfig()
+    changed = {f.name: getattr(part, f.name) for part, base in ((config, paper), (config.selector, paper.selector))
+               for f in fields(part) if f.name not in ("selector", "selected")
+               and getattr(part, f.name) != getattr(base, f.name)}
+    added = ", ".join(f"{name} {value}" for name, value in changed.items()) or "nothing"
+    share = f" ({100 * retain:g} % of the longest prompt)" if retain is not None else ""
+    return f"preset {preset}: the paper's knobs with {added}; K = {config.selected}{share}"
+
+
+def table(rows):
+    """The summary of one prompt as lines of text."""
+    def number(key, scale=1.0, digits=1):
+        return "-" if rows.get(key) is None else f"{scale * rows[key]:,.{digits}f}"
+
+    def count(key):
+        return "-" if rows.get(key) is None else f"{rows[key]:,}"
+
+    lines = [f"{rows['prompt']}: {rows['prompt_tokens']:,} prompt tokens, prefill {rows['prefill_seconds']:.2f} s",
+             f"  {'':24}{'full KV':>12}{'SFI':>12}",
+             f"  {'new tokens':24}{count('full_new_tokens'):>12}{count('sfi_new_tokens'):>12}",
+             f"  {'tokens/s':24}{number('full_tokens_per_second'):>12}{number('sfi_tokens_per_second'):>12}",
+             f"  {'ms per slow step':24}{number('full_slow_step_ms', digits=2):>12}{number('sfi_slow_step_ms', digits=2):>12}",
+             f"  {'ms per fast step':24}{'-':>12}{number('sfi_fast_step_ms', digits=2):>12}"]
+    if "slow_steps" in rows:
+        why = ", ".join(f"{reason} {n}" for reason, n in rows["slow_reasons"].items()) or "none"
+        lines += [f"  slow steps {rows['slow_steps']} ({why}), fast steps {rows['fast_steps']}, "
+                  f"KV read {number('kv_read', 100)} % of full"]
+    if "first_differing_token" in rows:
+        where = rows["first_differing_token"]
+        lines += ["  the two texts are the same" if where is None else f"  first differing token: {where}"]
+    if "kl" in rows:
+        lines += [f"  on full KV's tokens: top-1 agreement {number('agreement', 100)} %, KL {number('kl', digits=4)} nats, "
+                  f"kept mass {number('kept', 100)} %"]
+    return "\n".join(lines)
+
+
+def encode(model, arguments, text):
+    if arguments.chat:
+        text = model.tokenizer.chat([{"role": "user", "content": text}], arguments.thinking)
+    return model.tokenizer.encode(text)
+
+
+def configure(arguments, longest):
+    """SFIConfig of preset and flags, for a longest prompt of so many tokens -> config, the fraction retained or None."""
+    if arguments.retain is not None and arguments.selected is not None:
+        raise ValueError("--retain and --selected both say how many tokens are selected: give one")
+    retain = None if arguments.selected is not None else RETAIN if arguments.retain is None else arguments.retain
+    knobs = given(arguments, SFIConfig) | given(arguments, SelectorConfig)
+    if retain is not None:
+        if not 0 <= retain <= 1:
+            raise ValueError(f"--retain must be a fraction from 0 to 1, not {retain}")
+        knobs["selected"] = round(retain * longest)
+    return SFIConfig.preset(arguments.preset, **knobs), retain
+
+
+def work(arguments):
+    """All that the command does; returns the exit code."""
+    sampling = Sampling(**given(arguments, Sampling))
+    configure(arguments, 0)                                                 # bad knobs are refused before anything is read
+    if not arguments.thinking and not arguments.chat:
+        raise ValueError("--no-thinking needs --chat")
+    device = pick_device(arguments.device)
+    texts = [read_text(name) for name in arguments.prompt]
+    dtype = DTYPES[arguments.dtype] if arguments.dtype else torch.float32 if device.type == "cpu" else None
+    model = qwen3.load(arguments.model, device, dtype)
+    if model.tokenizer is None:
+        raise ValueError(f"{arguments.model} has no tokenizer.json")
+    prompts = [encode(model, arguments, text) for text in texts]
+    config, retain = configure(arguments, max(map(len, prompts)))
+    with tqdm(total=sum(map(len, prompts)), desc="prefill", unit="token", delay=2, leave=False, file=sys.stderr) as bar:
+        full, logits, seconds = read_prompts(model, prompts, config, arguments.max_new_tokens, progress=bar.update)
+    with torch.inference_mode():
+        return decode_and_report(model, full, logits, seconds, prompts, config, retain, arguments, sampling)
+
+
+def decode_and_report(model, full, logits, seconds, prompts, config, retain, arguments, sampling):
+    lengths = list(full.lengths)
+    runs = {}
+    for mode, title in (("full", "Full KV"), ("sfi", "SFI")):
+        if arguments.mode not in (mode, "both"):
+            continue
+        if arguments.mode == "both":
+            print(f"{title}\n{'-' * len(title)}", flush=True)
+        full.rewind(lengths)
+        memory = full if mode == "full" else SlowFastMemory(model, full, config)
+        runs[mode] = run(model, memory, logits, replace(config, policy="always") if mode == "full" else config,
+                         arguments, sampling, seconds, keep=COMPARED if arguments.mode == "both" and mode == "full" else 0)
+        if arguments.mode == "both" and mode == "full":
+            print(flush=True)
+        if runs[mode].interrupted:
+            break
+    interrupted = any(r.interrupted for r in runs.values())
+    faithful = [None] * len(prompts)
+    if len(runs) == 2 and not interrupted:
+        full.rewind(lengths)
+        forced = [g.ids[:COMPARED] for g in runs["full"].generations]
+        faithful = fidelity.compare(model, SlowFastMemory(model, full, config), logits, config, forced,
+                                    runs["full"].reference, sentence_tokens(model))
+    if "sfi" in runs:
+        print(described(arguments.preset, config, retain), file=sys.stderr)
+    generations = {mode: r.generations for mode, r in runs.items()}
+    summaries = [summary(name, len(ids), *(generations[mode][b] if mode in generations else None for mode in ("full", "sfi")),
+                         faithful[b]) for b, (name, ids) in enumerate(zip(arguments.prompt, prompts))]
+    for rows in summaries:
+        print(table(rows), file=sys.stderr)
+    if interrupted:
+        print("interrupted", file=sys.stderr)
+    if arguments.json:
+        print(json.dumps({"model": arguments.model, "device": str(model.device), "dtype": str(model.dtype).removeprefix("torch."),
+                          "preset": arguments.preset, "config": asdict(config), "retain": retain,
+                          "sampling": asdict(sampling), "prompts": summaries}), file=sys.stderr)
+    return 130 if interrupted else 0
+
+
+def main(argv=None):
+    """Run the command line; returns the exit code."""
+    try:
+        with one_line_errors():
+            return work(parser().parse_args(argv))
+    except BrokenPipeError:
+        # Whoever read our text has gone: nothing more can be said there, and Python's own flush must not try.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,908 @@
+"""The operations of a step: each as a torch function, the truth, and as a Triton kernel of the same signature.
+
+The decoder (model.py) and the memories (sfi.py) call them through an `Ops` table and never ask which kind
+they got: `TORCH` runs on any device, `TRITON` on a CUDA card or in Triton's interpreter. This file knows
+nothing of tokens, sentences or checkpoints, and keeps no state.
+Paper: memory layout and asynchronous pipeline. SPEC sections 2, 3, 5 and 6.
+
+Symbols: B rows of the batch, M rows of a linear layer, H query heads, G KV heads, D head dim, C capacity of
+the full cache, S = sink + K slots of the compact buffer, R evidence rows of one KV head, W evidence queries.
+
+A row of `plan` [B, 4] int32 says what one sequence reads in a decode step: (compact, start, end, slow).
+It reads compact-buffer slots [0, compact) and cache positions [start, end), where end - 1 is the step's own
+token. A dense read is (0, 0, N, slow). A slot of the compact buffer is not an absolute position.
+"""
+from __future__ import annotations
+
+import functools
+import math
+import os
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+import torch.nn.functional as F
+
+from selector import select
+
+if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
+    import triton
+    import triton.language as tl
+    from triton import jit
+else:
+    triton = None
+
+    def jit(kernel):
+        """Nothing can run the kernel here."""
+
+
+@functools.cache
+def card(device):
+    """(multiprocessors, bytes of shared memory that one program may take) of a CUDA device; else an H200's.
+
+    Raises ValueError for a GPU that is too old for the kernels.
+    """
+    if device.type != "cuda":
+        return 132, 232448
+    gpu = torch.cuda.get_device_properties(device)
+    if gpu.major < 8:
+        raise ValueError(f"{gpu.name}: the kernels need compute capability 8.0, not {gpu.major}.{gpu.minor}")
+    return gpu.multi_processor_count, gpu.shared_memory_per_block_optin
+
+
+def at_least_fp32(x):
+    """x in float32, or as it is where it is float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def rms_norm_torch(x, weight, eps):
+    """RMSNorm over the last dimension. x [..., I], weight [I] -> [..., I], in x's dtype.
+
+    Hugging Face's order of rounding: normalise in fp32, round to x's dtype, only then multiply.
+    """
+    wide = at_least_fp32(x)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+@jit
+def rms_norm_kernel(x, weight, out, eps, stride, I: tl.constexpr, BLOCK: tl.constexpr):
+    """One program normalises one row: it reads the row once, keeps it in registers and writes it once."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < I
+    wide = tl.load(x + row * stride + column, mask=inside, other=0).to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / I + eps)
+    rounded = wide.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * I + column, rounded * tl.load(weight + column, mask=inside, other=0), mask=inside)
+
+
+def rms_norm_triton(x, weight, eps):
+    """As rms_norm_torch, in one launch."""
+    rows = x.reshape(-1, x.shape[-1])                                       # [M, I]
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    block = triton.next_power_of_2(rows.shape[1])
+    rms_norm_kernel[(len(rows),)](rows, weight, out, eps, rows.stride(0), rows.shape[1], block,
+                                  num_warps=4 if block <= 4096 else 8)
+    return out.view(x.shape)
+
+
+def linear_torch(x, weight, norm=None, eps=0.0, residual=None):
+    """residual + norm(x) weight^T. x [M, I], weight [O, I], norm [I] or None, residual [M, O] or None -> [M, O]."""
+    if norm is not None:
+        x = rms_norm_torch(x, norm, eps)
+    y = F.linear(x, weight)
+    return y if residual is None else residual + y
+
+
+@jit
+def finish_linear(y, residual, out, m, o, M, O):
+    """Add the residual to y [rows, outputs] and store it."""
+    inside = (m < M) & (o < O)
+    if residual is not None:
+        y += tl.load(residual + m * O + o, mask=inside, other=0)
+    tl.store(out + m * O + o, y, mask=inside)
+
+
+@jit
+def reduce_linear_kernel(x, weight, norm, residual, out, eps, x_stride, M, O, I: tl.constexpr, GATED: tl.constexpr,
+                         ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr):
+    """A linear layer for one to four rows: plain multiply and add, since reading the weight is all that costs.
+
+    One program makes BLOCK_O outputs of every row. It walks along I in tiles of BLOCK_I: multiplies a tile of the
+    weight [BLOCK_O, BLOCK_I], read once, by the same piece of each row, and keeps one sum per element until the end.
+    The norm's factor is the same for a whole row, so it is found on the way and multiplied in last; the normed row is
+    never rounded. With GATED the weight holds gate and up, [2 O, I], and the result is silu(gate) * up.
+    """
+    m = tl.arange(0, ROWS)[:, None, None]
+    o = tl.arange(0, BLOCK_O)[None, :, None]
+    i = tl.arange(0, BLOCK_I)[None, None, :]
+    first = tl.program_id(0) * BLOCK_O
+    weight += first.to(tl.int64) * I
+    total = tl.zeros([ROWS, BLOCK_O, BLOCK_I], tl.float32)
+    total_up = tl.zeros([ROWS, BLOCK_O, BLOCK_I], tl.float32)
+    squares = tl.zeros([ROWS, 1, BLOCK_I], tl.float32)
+    for start in tl.range(0, I, BLOCK_I, num_stages=STAGES):
+        row = tl.load(x + m * x_stride + start + i, mask=(m < M) & (start + i < I), other=0).to(tl.float32)
+        if norm is not None:
+            squares += row * row
+            row *= tl.load(norm + start + i, mask=start + i < I, other=0)
+        inside = (first + o < O) & (start + i < I)
+        total += row * tl.load(weight + o * I + start + i, mask=inside, other=0)
+        if GATED:
+            up = weight + tl.cast(O, tl.int64) * I
+            total_up += row * tl.load(up + o * I + start + i, mask=inside, other=0)
+    y, y_up = tl.sum(total, 2), tl.sum(total_up, 2)                         # [ROWS, BLOCK_O]
+    if norm is not None:
+        factor = tl.rsqrt(tl.sum(squares, 2) / I + eps)
+        y, y_up = y * factor, y_up * factor
+    if GATED:
+        y = y * tl.sigmoid(y) * y_up
+    finish_linear(y, residual, out, tl.arange(0, ROWS)[:, None], first + tl.arange(0, BLOCK_O)[None, :], M, O)
+
+
+@jit
+def dot_linear_kernel(x, weight, residual, out, x_stride, M, O, I: tl.constexpr, GATED: tl.constexpr,
+                      ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+    """A linear layer for few rows on the matrix units: as reduce_linear_kernel, with the rows padded to ROWS = 16."""
+    m, o, i = tl.arange(0, ROWS), tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
+    first = tl.program_id(0) * BLOCK_O
+    weight += first.to(tl.int64) * I
+    total = tl.zeros([BLOCK_O, ROWS], tl.float32)
+    total_up = tl.zeros([BLOCK_O, ROWS], tl.float32)
+    for start in range(0, I, BLOCK_I):
+        here = start + i < I
+        rows = tl.load(x + m[None, :] * x_stride + start + i[:, None], mask=(m < M)[None, :] & here[:, None], other=0)
+        inside = (first + o < O)[:, None] & here[None, :]
+        tile = tl.load(weight + o[:, None] * I + start + i[None, :], mask=inside, other=0)
+        total = tl.dot(tile, rows, total, input_precision="ieee")
+        if GATED:
+            up = weight + tl.cast(O, tl.int64) * I
+            tile = tl.load(up + o[:, None] * I + start + i[None, :], mask=inside, other=0)
+            total_up = tl.dot(tile, rows, total_up, input_precision="ieee")
+    if GATED:
+        total = total * tl.sigmoid(total) * total_up
+    finish_linear(total, residual, out, m[None, :], first + o[:, None], M, O)
+
+
+def linear_tile(M, O, gated, itemsize):
+    """How to run a linear layer: (kernel, outputs and inputs of a tile, warps, stages), or None for cuBLAS.
+
+    cuBLAS reads the weight too slowly only where rows are few: it has more than 8 rows, and at 5 to 8 all but the
+    widest layers.
+    """
+    if M == 1:
+        return "reduce", 8, 512, 4, 3
+    if M <= 4 and O <= 8192 and not gated:
+        return "reduce", 4, 512, 4, 3
+    if M <= 4:
+        return "dot", 32, 256 // itemsize, 4, 4
+    if M <= 8 and (gated or O > 8192):
+        return "dot", 64, 256 // itemsize, 4, 4
+    return None
+
+
+def launch_linear(tile, x, weight, norm, eps, residual, gated):
+    """Run one of the two linear kernels with a tile of linear_tile. Only "reduce" takes a norm."""
+    kind, block_o, block_i, warps, stages = tile
+    M, I = x.shape
+    O = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty(M, O)
+    grid = (triton.cdiv(O, block_o),)
+    if kind == "reduce":
+        reduce_linear_kernel[grid](x, weight, norm, residual, out, eps, x.stride(0), M, O, I, gated,
+                                   triton.next_power_of_2(M), block_o, block_i, stages, num_warps=warps)
+    else:
+        dot_linear_kernel[grid](x, weight, residual, out, x.stride(0), M, O, I, gated,
+                                16, block_o, block_i, num_warps=warps, num_stages=stages)
+    return out
+
+
+def linear_triton(x, weight, norm=None, eps=0.0, residual=None):
+    """As linear_torch. The norm is part of the kernel for a single row, a launch of its own for more.
+
+    Many rows (prefill), and the cases that linear_tile names, are left to cuBLAS on purpose.
+    """
+    tile = linear_tile(x.shape[0], weight.shape[0], False, x.element_size())
+    if norm is not None and x.shape[0] > 1:
+        x, norm = rms_norm_triton(x, norm, eps), None
+    if tile is None:
+        return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.T)
+    return launch_linear(tile, x, weight, norm, eps, residual, False)
+
+
+def swiglu_torch(x, gate_up, norm, eps):
+    """silu(gate) * up of norm(x). x [M, I], gate_up [2 O, I] with the gate's rows first, norm [I] -> [M, O]."""
+    gate, up = linear_torch(x, gate_up, norm, eps).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@jit
+def silu_mul_kernel(gate_up, out, O, BLOCK: tl.constexpr):
+    """One program makes BLOCK outputs of one row from its gate and its up half, each read once."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * 2 * O + column, mask=column < O, other=0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * O + O + column, mask=column < O, other=0)
+    tl.store(out + row * O + column, gate * tl.sigmoid(gate) * up, mask=column < O)
+
+
+def swiglu_triton(x, gate_up, norm, eps):
+    """As swiglu_torch: one launch for a single row, norm and linear for few, norm, cuBLAS and silu_mul for many."""
+    O = gate_up.shape[0] // 2
+    tile = linear_tile(x.shape[0], O, True, x.element_size())
+    if x.shape[0] > 1:
+        x, norm = rms_norm_triton(x, norm, eps), None
+    if tile is not None:
+        return launch_linear(tile, x, gate_up, norm, eps, None, True)
+    both = F.linear(x, gate_up)                                             # [M, 2 O]
+    out = x.new_empty(len(x), O)
+    silu_mul_kernel[(len(x), triton.cdiv(O, 1024))](both, out, O, 1024)
+    return out
+
+
+def rotate_torch(x, cos, sin):
+    """RoPE in half-split form: element i pairs with element i + D/2. x [M, heads, D], cos and sin [M, 1, D/2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def qk_norm_rope_torch(qkv, kv_heads, q_norm, k_norm, cos, sin, positions, eps):
+    """Split a fused projection into heads, then norm and rotate q and k.
+
+    qkv [M, (H + 2 G) D], kv_heads = G, q_norm and k_norm [D], cos and sin [P, D/2] in qkv's dtype (rounded before
+    use, as Hugging Face does), positions [M] int64 -> q [M, H, D], k [M, G, D], v [M, G, D].
+    """
+    heads = qkv.unflatten(-1, (-1, q_norm.shape[0]))                        # [M, H + 2 G, D]
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    cos, sin = cos[positions, None], sin[positions, None]                   # [M, 1, D/2]
+    q = rotate_torch(rms_norm_torch(q, q_norm, eps), cos, sin)
+    k = rotate_torch(rms_norm_torch(k, k_norm, eps), cos, sin)
+    return q, k, v
+
+
+@jit
+def qk_norm_rope_kernel(qkv, out, q_norm, k_norm, cos, sin, positions, eps, stride, heads, q_heads,
+                        HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+    """One program norms and rotates BLOCK_HEADS neighbouring heads of one row, q's heads before k's.
+
+    A head is held as its two halves, [BLOCK_HEADS, D/2] each, because RoPE pairs element i with element i + D/2.
+    Every product is rounded to the tensor's dtype where torch rounds it.
+    """
+    dtype = qkv.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    inside = (head < heads) & (i < HALF)
+    first = tl.load(qkv + row * stride + head * 2 * HALF + i, mask=inside, other=0).to(tl.float32)
+    second = tl.load(qkv + row * stride + head * 2 * HALF + HALF + i, mask=inside, other=0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + eps)[:, None]
+    norm = tl.where(head < q_heads, q_norm, k_norm)                         # a pointer per head
+    weight_first = tl.load(norm + i, mask=inside, other=0).to(tl.float32)
+    weight_second = tl.load(norm + HALF + i, mask=inside, other=0).to(tl.float32)
+    first = ((first * factor).to(dtype) * weight_first).to(dtype).to(tl.float32)
+    second = ((second * factor).to(dtype) * weight_second).to(dtype).to(tl.float32)
+    angle = tl.load(positions + row) * HALF + i
+    c = tl.load(cos + angle, mask=i < HALF, other=0).to(tl.float32)
+    s = tl.load(sin + angle, mask=i < HALF, other=0).to(tl.float32)
+    to = out + (row * heads + head) * 2 * HALF + i
+    tl.store(to, (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32), mask=inside)
+    tl.store(to + HALF, (second * c).to(dtype).to(tl.float32) + (first * s).to(dtype).to(tl.float32), mask=inside)
+
+
+def qk_norm_rope_triton(qkv, kv_heads, q_norm, k_norm, cos, sin, positions, eps):
+    """As qk_norm_rope_torch, one launch for q and k. q and k are views of one tensor, v is a view of qkv."""
+    dim = q_norm.shape[0]
+    heads = qkv.shape[1] // dim - kv_heads                                  # H + G
+    out = qkv.new_empty(len(qkv), heads, dim)
+    qk_norm_rope_kernel[(len(qkv), triton.cdiv(heads, 4))](
+        qkv, out, q_norm, k_norm, cos, sin, positions, eps, qkv.stride(0), heads, heads - kv_heads,
+        dim // 2, triton.next_power_of_2(dim // 2), 4, num_warps=2)
+    return out[:, :-kv_heads], out[:, -kv_heads:], qkv[:, heads * dim :].unflatten(-1, (kv_heads, dim))
+
+
+def evidence_logits(window, keys, scale):
+    """Raw scaled logits of the newest W queries, each over its own past and -inf beyond it.
+
+    window [W, H, D], newest first: row w is the query of position N - 1 - w; keys [G, N, D] -> [G, R, N] with row
+    r = w * H/G + h. A query from before the sequence began (w >= N) sees nothing. SPEC section 3.
+    """
+    heads = window.unflatten(1, (keys.shape[0], -1)).transpose(0, 1)        # [G, W, H/G, D]
+    z = heads.flatten(1, 2) @ keys.mT * scale                               # [G, R, N]
+    positions = torch.arange(keys.shape[1], device=keys.device)
+    own = keys.shape[1] - 1 - torch.arange(window.shape[0], device=keys.device).repeat_interleave(heads.shape[2])
+    return z.masked_fill(positions > own[:, None], float("-inf"))
+
+
+def attend_torch(q, k, v, keys, values, compact_keys, compact_values, plan, scale,
+                 key_norms, ring=None, queries=1, logits=None):
+    """Store the step's own keys and values, then attend to two segments: compact buffer and a range of the cache.
+
+    q [B, H, D]; k, v [B, G, D]; keys, values [B, G, C, D]; compact_keys, compact_values [B, G, S, D] (None for a
+    memory that has no compact buffer: plan's compact is then 0); plan [B, 4]; key_norms [B, G, C] in at least fp32
+    -> [B, H, D].
+    Written: keys, values and key_norms at end - 1; with `ring` [B, Q, H, D], q at slot (end - 1) % Q.
+    With `logits` [B, G, R, C], R = queries * H/G: each slow row's evidence_logits over [0, end), the newest query
+    being q and older ones coming from the ring. SPEC sections 2 and 3.
+    """
+    out = torch.empty_like(q)
+    group = q.shape[1] // k.shape[1]
+    for b, (compact, start, end, slow) in enumerate(plan.tolist()):
+        own = end - 1
+        keys[b, :, own], values[b, :, own] = k[b], v[b]
+        key_norms[b, :, own] = torch.linalg.vector_norm(k[b], dim=-1, dtype=key_norms.dtype)
+        if ring is not None:
+            ring[b, own % ring.shape[1]] = q[b]
+        mine = q[b].unflatten(0, (-1, group))                               # [G, H/G, D]
+        recent_z = mine @ keys[b, :, start:end].mT * scale                  # [G, H/G, end - start]
+        if compact:
+            z = torch.cat([mine @ compact_keys[b, :, :compact].mT * scale, recent_z], dim=-1)
+            p = at_least_fp32(z).softmax(-1).to(q.dtype)
+            mixed = p[..., :compact] @ compact_values[b, :, :compact] + p[..., compact:] @ values[b, :, start:end]
+        else:
+            mixed = at_least_fp32(recent_z).softmax(-1).to(q.dtype) @ values[b, :, start:end]
+        out[b] = mixed.flatten(0, 1)
+        if logits is not None and slow:
+            window = q[b, None] if queries == 1 else ring[b, (own - torch.arange(queries)) % ring.shape[1]]
+            logits[b, :, :, :end] = evidence_logits(window, keys[b, :, :end], scale)
+    return out
+
+
+@jit
+def tiles_of(plan, b, inside, BLOCK_N: tl.constexpr):
+    """Tiles that each KV head of row (or rows) b reads, its own token left out: at least one, to have a home for it."""
+    compact = tl.load(plan + b * 4, mask=inside, other=0)
+    start = tl.load(plan + b * 4 + 1, mask=inside, other=0)
+    end = tl.load(plan + b * 4 + 2, mask=inside, other=1)
+    return tl.maximum(tl.cdiv(compact, BLOCK_N) + tl.cdiv(end - 1 - start, BLOCK_N), 1)
+
+
+@jit
+def share_out(plan, b, B, G, pieces, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+    """All tiles, those before row b, and the number of pieces: each has at least one tile."""
+    rows = tl.arange(0, BLOCK_B)
+    tiles = tl.where(rows < B, tiles_of(plan, rows, rows < B, BLOCK_N), 0).to(tl.int64)
+    total = G * tl.sum(tiles)
+    return total, G * tl.sum(tl.where(rows < b, tiles, 0)), tl.minimum(pieces, total)
+
+
+@jit
+def absorb(query, keys, values, position, stop, best, mass, mixed, scale, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Take one tile of keys and values into a running softmax.
+
+    query [R, D]; position [N], of which those below stop count; best [R] is the largest logit so far, mass [R] the
+    sum of exp(logit - best), mixed [R, D] the values weighted by the same. A slot beyond stop is never read, for it
+    may hold NaN. -> logits [R, N], and the three brought up to date.
+    """
+    d = tl.arange(0, BLOCK_D)
+    offset = position[:, None] * D + d[None, :]
+    inside = (position < stop)[:, None] & (d < D)[None, :]
+    key = tl.load(keys + offset, mask=inside, other=0)
+    z = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    z = tl.where((position < stop)[None, :], z, float("-inf"))
+    higher = tl.maximum(best, tl.max(z, 1))
+    p, fade = tl.exp(z - higher[:, None]), tl.exp(best - higher)
+    value = tl.load(values + offset, mask=inside, other=0)
+    mixed = tl.dot(p.to(value.dtype), value, mixed * fade[:, None], input_precision="ieee")
+    return z, higher, mass * fade + tl.sum(p, 1), mixed
+
+
+@jit
+def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, logits,
+                  partial, partial_lse, B, G, pieces,
+                  q_strides, k_strides, v_strides, key_strides, compact_strides, norm_strides, ring_strides,
+                  logit_strides, GROUP: tl.constexpr, QUERIES: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
+                  BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Decode attention: one program works through one piece of all there is to read.
+
+    Lay the tiles of BLOCK_N tokens that every (row, KV head) pair reads on one line, pair after pair, a pair's compact
+    tiles before its cache tiles. Cut the line into `pieces` equal pieces, one per program: rows of any kinds and
+    lengths share the card evenly, and with equal rows each pair gets a whole number of programs.
+
+        row 0 head 0         row 0 head 1         row 1 head 0   ...
+        |CC|NNNNNNNNNNNNNNNN|CC|NNNNNNNNNNNNNNNN|NNNNNNNN|NNN    C: a tile of the compact buffer, N: of the cache
+        ^piece 0     ^piece 1     ^piece 2     ^piece 3
+
+    Each key and value is read once, for all query heads of its KV head (R = QUERIES * GROUP rows, padded to BLOCK_R
+    for the matrix units; only the first GROUP are attended with, the older queries just leave their logits). What a
+    piece finds for a pair, `partial` [GROUP, D] and the log-sum-exp of its logits, goes to slot piece + pair, which
+    no other shares. The piece that holds a pair's first tile also brings in the step's own token, from k and v, and
+    stores it; no program reads that position from the cache, so none can read it too early.
+    """
+    piece = tl.program_id(0)
+    total, before, pieces = share_out(plan, 0, B, G, pieces, BLOCK_B, BLOCK_N)
+    low, high = piece * total // pieces, (piece + 1) * total // pieces      # this piece's tiles
+    row = tl.arange(0, BLOCK_R)
+    w, h = row // GROUP, row % GROUP                                        # query, head in the group
+    d = tl.arange(0, BLOCK_D)
+    current = (row < GROUP)[:, None] & (d < D)[None, :]
+    for b in range(B if piece < pieces else 0):
+        compact, start = tl.load(plan + b * 4), tl.load(plan + b * 4 + 1)
+        end, slow = tl.load(plan + b * 4 + 2), tl.load(plan + b * 4 + 3)
+        own = end - 1
+        compact_tiles = tl.cdiv(compact, BLOCK_N)
+        tiles = tiles_of(plan, b, True, BLOCK_N)
+        wide_b = tl.cast(b, tl.int64)                                       # offsets go beyond 2^31
+        for g in range(tl.maximum(low - before, 0) // tiles, tl.minimum(tl.cdiv(high - before, tiles), G)):
+            first = tl.maximum(low - before - g * tiles, 0).to(tl.int32)
+            last = tl.minimum(high - before - g * tiles, tiles).to(tl.int32)
+            wide_g = tl.cast(g, tl.int64)
+            head = (g * GROUP + h)[:, None]
+            query = tl.load(q + wide_b * q_strides[0] + head * q_strides[1] + d[None, :], mask=current, other=0)
+            if QUERIES > 1:
+                slot = ((own - w + SLOTS) % SLOTS)[:, None]
+                older = tl.load(ring + wide_b * ring_strides[0] + slot * ring_strides[1] + head * ring_strides[2]
+                                + d[None, :], mask=((w > 0) & (w < QUERIES))[:, None] & (d < D)[None, :], other=0)
+                query = tl.where((w == 0)[:, None], query, older)
+            its_keys = keys + wide_b * key_strides[0] + wide_g * key_strides[1]
+            its_values = values + wide_b * key_strides[0] + wide_g * key_strides[1]
+            best = tl.full([BLOCK_R], float("-inf"), tl.float32)
+            mass = tl.zeros([BLOCK_R], tl.float32)
+            mixed = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+            if logits is not None:
+                its_logits = (logits + wide_b * logit_strides[0] + wide_g * logit_strides[1]
+                              + row[:, None] * logit_strides[2])
+                wanted = (row < QUERIES * GROUP)[:, None] & (slow != 0)
+            if first == 0:
+                own_key = tl.load(k + wide_b * k_strides[0] + wide_g * k_strides[1] + d, mask=d < D, other=0)
+                own_value = tl.load(v + wide_b * v_strides[0] + wide_g * v_strides[1] + d, mask=d < D, other=0)
+                tl.store(its_keys + own * D + d, own_key, mask=d < D)
+                tl.store(its_values + own * D + d, own_value, mask=d < D)
+                wide_key = own_key.to(tl.float32)
+                tl.store(key_norms + wide_b * norm_strides[0] + wide_g * norm_strides[1] + own,
+                         tl.sqrt(tl.sum(wide_key * wide_key)))
+                if ring is not None:
+                    tl.store(ring + wide_b * ring_strides[0] + own % SLOTS * ring_strides[1] + head * ring_strides[2]
+                             + d[None, :], query, mask=current)
+                best = tl.sum(query.to(tl.float32) * wide_key[None, :], 1) * scale
+                mass += 1
+                mixed += own_value.to(tl.float32)[None, :]
+                if logits is not None:
+                    seen = tl.where((w == 0)[:, None], best[:, None], float("-inf"))
+                    tl.store(its_logits + own, seen, mask=wanted)
+            if compact_keys is not None:
+                at = wide_b * compact_strides[0] + wide_g * compact_strides[1]
+                for tile in range(first, tl.minimum(last, compact_tiles)):
+                    position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+                    z, best, mass, mixed = absorb(query, compact_keys + at, compact_values + at, position, compact,
+                                                  best, mass, mixed, scale, D, BLOCK_D)
+            for tile in range(tl.maximum(first, compact_tiles), last):
+                position = start + (tile - compact_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+                z, best, mass, mixed = absorb(query, its_keys, its_values, position, own,
+                                              best, mass, mixed, scale, D, BLOCK_D)
+                if logits is not None:
+                    seen = tl.where(position[None, :] < (end - w)[:, None], z, float("-inf"))
+                    tl.store(its_logits + position[None, :], seen, mask=wanted & (position < own)[None, :])
+            slot = (piece + b * G + g) * GROUP + row
+            tl.store(partial_lse + slot, best + tl.log(mass), mask=row < GROUP)
+            tl.store(partial + slot[:, None] * D + d[None, :], mixed / mass[:, None], mask=current)
+        before += G * tiles
+
+
+@jit
+def combine_kernel(partial, partial_lse, out, plan, B, G, pieces, GROUP: tl.constexpr, D: tl.constexpr,
+                   BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
+    """One program joins what the pieces found for one query head: their mean, weighted by exp(log-sum-exp)."""
+    b, head = tl.program_id(0), tl.program_id(1)
+    g = head // GROUP
+    total, before, pieces = share_out(plan, b, B, G, pieces, BLOCK_B, BLOCK_N)
+    tiles = tiles_of(plan, b, True, BLOCK_N)
+    first = before + g * tiles
+    low, high = ((first + 1) * pieces - 1) // total, ((first + tiles) * pieces - 1) // total    # pieces of the ends
+    d = tl.arange(0, BLOCK_D)
+    best, mass, mixed = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
+    for start in range(low, high + 1, BLOCK_P):
+        piece = start + tl.arange(0, BLOCK_P)
+        slot = (piece + b * G + g) * GROUP + head % GROUP
+        lse = tl.load(partial_lse + slot, mask=piece <= high, other=float("-inf"))
+        part = tl.load(partial + slot[:, None] * D + d[None, :], other=0,
+                       mask=(piece <= high)[:, None] & (d < D)[None, :])
+        higher = tl.maximum(best, tl.max(lse))
+        weight, fade = tl.exp(lse - higher), tl.exp(best - higher)
+        mass = mass * fade + tl.sum(weight)
+        mixed = mixed * fade + tl.sum(part * weight[:, None], 0)
+        best = higher
+    tl.store(out + (b * G * GROUP + head) * D + d, mixed / mass, mask=d < D)
+
+
+def attend_tile(pairs, tokens, fast, rows, block_d, itemsize, device):
+    """(tokens of a tile, warps, stages, pieces) of decode attention; pairs = B G, tokens = the most a pair reads.
+
+    A dense step has long pieces: large tiles, about one program per multiprocessor. A fast one is short of work, so
+    two smaller programs share a multiprocessor.
+    """
+    processors, shared = card(device)
+    block_n, warps, stages = 64 if fast else 128, 4, 3
+    while block_n > 16 and (2 * (stages - 1) * block_n + 2 * rows) * block_d * itemsize > shared - 8192:
+        block_n //= 2
+    each = min(2 * processors // pairs, 16) if fast else processors // pairs
+    return block_n, warps, stages, pairs * max(1, min(each, triton.cdiv(tokens, block_n)))
+
+
+def strides(x):
+    """The strides of x, or None where there is no x."""
+    return None if x is None else x.stride()
+
+
+def launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, queries,
+                  logits):
+    """Run attend_kernel and combine_kernel with a tile of attend_tile."""
+    (B, H, D), G = q.shape, k.shape[1]
+    block_n, warps, stages, pieces = tile
+    group, block_d = H // G, triton.next_power_of_2(max(D, 16))
+    partial = q.new_empty(pieces + B * G, group, D, dtype=torch.float32)
+    partial_lse = q.new_empty(pieces + B * G, group, dtype=torch.float32)
+    out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
+    block_b = triton.next_power_of_2(B)
+    attend_kernel[(pieces,)](
+        q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, logits,
+        partial, partial_lse, B, G, pieces, strides(q), strides(k), strides(v), strides(keys), strides(compact_keys),
+        strides(key_norms), strides(ring), strides(logits), group, queries, 0 if ring is None else ring.shape[1], D,
+        max(16, triton.next_power_of_2(queries * group)), block_d, block_b, block_n,
+        num_warps=warps, num_stages=stages)
+    combine_kernel[(B, H)](partial, partial_lse, out, plan, B, G, pieces, group, D, block_d, block_b, block_n, 16)
+    return out
+
+
+def attend_triton(q, k, v, keys, values, compact_keys, compact_values, plan, scale,
+                  key_norms, ring=None, queries=1, logits=None):
+    """As attend_torch, in two launches. keys and values must have the same strides, and so must the compact buffers.
+
+    A slow row's plan must be dense, (0, 0, N, 1). The step is taken for a fast one, which only decides how the work
+    is cut, where there is a compact buffer and no logits are asked for.
+    """
+    B, _, D = q.shape
+    fast = compact_keys is not None and logits is None
+    queries = queries if logits is not None else 1                          # nobody asks for the older queries' logits
+    rows = max(16, triton.next_power_of_2(queries * q.shape[1] // k.shape[1]))
+    tile = attend_tile(B * k.shape[1], keys.shape[2], fast, rows, triton.next_power_of_2(max(D, 16)),
+                       q.element_size(), q.device)
+    return launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring,
+                         queries, logits)
+
+
+def publish_torch(logits, key_norms, keys, values, plan, sink, recent, config,
+                  positions, compact_keys, compact_values):
+    """Select for every slow row of n layers and rebuild its compact buffer: sink first, then selected, ascending.
+
+    logits [n, B, G, R, C]; key_norms [n, B, G, C]; keys, values [n, B, G, C, D]; plan [B, 4], of which `end` and
+    `slow` are read; config a SelectorConfig. Written, slow rows only: positions [n, B, G, K] int64 (the first
+    min(K, candidates) count), compact_keys and compact_values [n, B, G, sink + K, D]. SPEC sections 2 and 5.
+    """
+    for b, (_, _, end, slow) in enumerate(plan.tolist()):
+        if not slow:
+            continue
+        lo = min(sink, end)
+        hi = max(lo, end - recent)
+        for layer in range(logits.shape[0]):
+            chosen = select(logits[layer, b, ..., :end], key_norms[layer, b, :, :end], lo, hi,
+                            positions.shape[-1], config).positions          # [G, min(K, hi - lo)]
+            count = chosen.shape[-1]
+            positions[layer, b, :, :count] = chosen
+            index = chosen[..., None].expand(-1, -1, keys.shape[-1])
+            for full, compact in ((keys, compact_keys), (values, compact_values)):
+                compact[layer, b, :, :lo] = full[layer, b, :, :lo]
+                compact[layer, b, :, lo : lo + count] = full[layer, b].gather(1, index)
+
+
+@jit
+def candidates(plan, b, sink, recent):
+    """(slow, lo, hi) of row b: its candidates are positions [lo, hi)."""
+    end = tl.load(plan + b * 4 + 2)
+    lo = tl.minimum(sink, end)
+    return tl.load(plan + b * 4 + 3), lo, tl.maximum(lo, end - recent)
+
+
+@jit
+def row_sums_kernel(logits, plan, sums, sink, recent, B, G, R, parts, strides, PART: tl.constexpr):
+    """One program takes one evidence row over one part of PART positions: its largest logit and its sum of exp.
+
+    -1e30 stands for "nothing seen yet": unlike -inf it can be subtracted from itself.
+    """
+    cell, part = tl.program_id(0), tl.program_id(1)                         # cell = (layer, b, g, r)
+    r, g, b, layer = cell % R, cell // R % G, cell // R // G % B, cell // R // G // B
+    slow, lo, hi = candidates(plan, b, sink, recent)
+    if slow == 0:
+        return
+    at = part * PART + tl.arange(0, PART)
+    row = logits + layer.to(tl.int64) * strides[0] + b.to(tl.int64) * strides[1] + g.to(tl.int64) * strides[2]
+    z = tl.load(row + r.to(tl.int64) * strides[3] + at, mask=(lo <= at) & (at < hi), other=float("-inf"))
+    top = tl.maximum(tl.max(z.to(tl.float32)), -1e30)
+    to = sums + (cell.to(tl.int64) * parts + part) * 2
+    tl.store(to, top)
+    tl.store(to + 1, tl.sum(tl.exp(z.to(tl.float32) - top)))
+
+
+@jit
+def log_prior(key_norms, at, inside, lo, hi, gamma, w_norm, w_position, beta, power, eta, eps):
+    """log r before it is normalised, -inf outside the candidates."""
+    norm = tl.load(key_norms + at, mask=inside, other=1)
+    scale = 1.0 / tl.maximum(hi - lo - 1, 1).to(tl.float32)
+    x, rest = (at - lo).to(tl.float32) * scale, (hi - 1 - at).to(tl.float32) * scale    # rest is 1 - x, exact near 0
+    rest = tl.where(hi - lo > 1, rest, 1.0)
+    curve = tl.where(power == 0, 1.0, tl.exp2(power * tl.log2(tl.maximum(x, 1e-38))))
+    place = -beta * curve + eta * tl.log(tl.maximum(rest, eps))
+    log_r = -w_norm * gamma * tl.log(tl.maximum(norm, eps)) + w_position * place
+    return tl.where(inside, log_r, float("-inf"))
+
+
+@jit
+def evidence_kernel(logits, key_norms, plan, row_sums, log_f, sums, sink, recent, B, G, R, C, parts, strides,
+                    norm_strides, gamma, w_norm, w_position, beta, power, eta, eps, ALPHA: tl.constexpr,
+                    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """One program joins the R rows of one KV head over one part: log f before it is normalised.
+
+    Besides, for the closed form of lambda, sums over the part of f, f f, r, r r and f r, each relative to the largest
+    f and r of the part, as in a running softmax. `sums` [cells, parts, 8]: max f, f, f f, max r, r, r r, f r, R.
+    """
+    cell, part = tl.program_id(0), tl.program_id(1)                         # cell = (layer, b, g)
+    g, b, layer = cell % G, cell // G % B, cell // G // B
+    slow, lo, hi = candidates(plan, b, sink, recent)
+    if slow == 0:
+        return
+    r, p = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_P)[None, :]
+    of = row_sums + ((cell.to(tl.int64) * R + r) * parts + p) * 2
+    inside = (r < R) & (p < parts)
+    top = tl.load(of, mask=inside, other=-1e30)
+    row_top = tl.max(top, 1)
+    row_sum = tl.sum(tl.load(of + 1, mask=inside, other=0) * tl.exp(top - row_top[:, None]), 1)
+    sees = (row_sum > 0)[:, None]                                           # a row that sees no candidate is left out
+    lse = (row_top + tl.log(tl.where(row_sum > 0, row_sum, 1)))[:, None]
+    rows = tl.sum(tl.where(row_sum > 0, 1, 0))
+    logits += layer.to(tl.int64) * strides[0] + b.to(tl.int64) * strides[1] + g.to(tl.int64) * strides[2]
+    key_norms += layer.to(tl.int64) * norm_strides[0] + b.to(tl.int64) * norm_strides[1] + g.to(tl.int64) * norm_strides[2]
+    top_f, top_r = tl.full([BLOCK], -1e30, tl.float32), tl.full([BLOCK], -1e30, tl.float32)
+    f, ff, fr, rr, prior = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32),
+                            tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
+    for start in range(0, PART, BLOCK):
+        at = part * PART + start + tl.arange(0, BLOCK)
+        inside = (lo <= at) & (at < hi)
+        z = tl.load(logits + r.to(tl.int64) * strides[3] + at[None, :], mask=sees & inside[None, :], other=float("-inf"))
+        log_p = z.to(tl.float32) - lse
+        if ALPHA == 0:
+            log_e = tl.sum(tl.where(sees, log_p, 0), 0) / tl.maximum(rows, 1)
+        else:
+            scaled = tl.where(sees, log_p * ALPHA, float("-inf"))
+            peak = tl.maximum(tl.max(scaled, 0), -1e30)
+            log_e = (peak + tl.log(tl.sum(tl.exp(scaled - peak[None, :]), 0))) / ALPHA
+        log_e = tl.where(inside, log_e, float("-inf"))
+        tl.store(log_f + cell.to(tl.int64) * C + at, log_e, mask=inside)
+        log_r = log_prior(key_norms, at, inside, lo, hi, gamma, w_norm, w_position, beta, power, eta, eps)
+        higher_f, higher_r = tl.maximum(top_f, log_e), tl.maximum(top_r, log_r)
+        fade_f, fade_r = tl.exp(top_f - higher_f), tl.exp(top_r - higher_r)
+        new_f, new_r = tl.exp(log_e - higher_f), tl.exp(log_r - higher_r)
+        f, ff = f * fade_f + new_f, ff * fade_f * fade_f + new_f * new_f
+        prior, rr = prior * fade_r + new_r, rr * fade_r * fade_r + new_r * new_r
+        fr = fr * fade_f * fade_r + new_f * new_r
+        top_f, top_r = higher_f, higher_r
+    max_f, max_r = tl.max(top_f), tl.max(top_r)
+    fade_f, fade_r = tl.exp(top_f - max_f), tl.exp(top_r - max_r)
+    to = sums + (cell.to(tl.int64) * parts + part) * 8
+    tl.store(to, max_f)
+    tl.store(to + 1, tl.sum(f * fade_f))
+    tl.store(to + 2, tl.sum(ff * fade_f * fade_f))
+    tl.store(to + 3, max_r)
+    tl.store(to + 4, tl.sum(prior * fade_r))
+    tl.store(to + 5, tl.sum(rr * fade_r * fade_r))
+    tl.store(to + 6, tl.sum(fr * fade_f * fade_r))
+    tl.store(to + 7, rows.to(tl.float32))
+
+
+@jit
+def fuse_kernel(key_norms, plan, sums, log_f, log_s, lam_out, sink, recent, B, G, C, parts, norm_strides,
+                gamma, w_norm, w_position, beta, power, eta, eps, cap_single, cap_multi,
+                BLOCK_P: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """One program finds lambda of its KV head from the sums of all parts, and log s over one part."""
+    cell, part = tl.program_id(0), tl.program_id(1)
+    g, b, layer = cell % G, cell // G % B, cell // G // B
+    slow, lo, hi = candidates(plan, b, sink, recent)
+    if slow == 0:
+        return
+    p = tl.arange(0, BLOCK_P)
+    of = sums + (cell.to(tl.int64) * parts + p) * 8
+    top_f, top_r = tl.load(of, mask=p < parts, other=-1e30), tl.load(of + 3, mask=p < parts, other=-1e30)
+    max_f, max_r = tl.max(top_f), tl.max(top_r)
+    fade_f, fade_r = tl.exp(top_f - max_f), tl.exp(top_r - max_r)
+    f = tl.sum(tl.load(of + 1, mask=p < parts, other=0) * fade_f)
+    ff = tl.sum(tl.load(of + 2, mask=p < parts, other=0) * fade_f * fade_f)
+    r = tl.sum(tl.load(of + 4, mask=p < parts, other=0) * fade_r)
+    rr = tl.sum(tl.load(of + 5, mask=p < parts, other=0) * fade_r * fade_r)
+    fr = tl.sum(tl.load(of + 6, mask=p < parts, other=0) * fade_f * fade_r)
+    rows = tl.load(sums + cell.to(tl.int64) * parts * 8 + 7)
+    flat = f == 0                                                           # no row sees a candidate
+    n = (hi - lo).to(tl.float32)
+    max_f, f, ff, fr = tl.where(flat, 0, max_f), tl.where(flat, n, f), tl.where(flat, n, ff), tl.where(flat, r, fr)
+    ff, fr, rr = ff / (f * f), fr / (f * r), rr / (r * r)                   # inner products of normalised f and r
+    square = ff - 2 * fr + rr
+    lam = tl.where(square > 0, (ff - fr) / square, 0)
+    lam = tl.minimum(tl.maximum(lam, 0), tl.where(rows > 1, cap_multi, cap_single))
+    if part == 0:
+        tl.store(lam_out + cell, lam)
+    key_norms += layer.to(tl.int64) * norm_strides[0] + b.to(tl.int64) * norm_strides[1] + g.to(tl.int64) * norm_strides[2]
+    for start in range(0, PART, BLOCK):
+        at = part * PART + start + tl.arange(0, BLOCK)
+        inside = (lo <= at) & (at < hi)
+        log_e = tl.load(log_f + cell.to(tl.int64) * C + at, mask=inside, other=0)
+        log_r = log_prior(key_norms, at, inside, lo, hi, gamma, w_norm, w_position, beta, power, eta, eps)
+        one = tl.log(1 - lam) + tl.where(flat, 0, log_e) - max_f - tl.log(f)
+        other = tl.log(lam) + log_r - max_r - tl.log(r)
+        peak = tl.maximum(tl.maximum(one, other), -1e30)
+        tl.store(log_s + cell.to(tl.int64) * C + at, peak + tl.log(tl.exp(one - peak) + tl.exp(other - peak)), mask=inside)
+
+
+@jit
+def larger(a, b):
+    return tl.maximum(a, b)
+
+
+@jit
+def window_max(scores, at, inside, lo, hi, REACH: tl.constexpr, HALF: tl.constexpr):
+    """The maximum within +-REACH of each position of `at` [heads, blocks, HALF], inside the candidates.
+
+    `at` counts on along its last two axes, in blocks of HALF, a power of two. The window +-HALF of the position at
+    place j in its block is the previous block from j on, the whole block, and the next block up to j: two running
+    maxima and one maximum. A longer reach takes several such windows side by side.
+
+        previous     own          next
+        |....######|##########|####......|
+    """
+    best = tl.full(at.shape, float("-inf"), tl.float32)
+    for i in range((2 * REACH + 2 * HALF) // (2 * HALF + 1)):
+        centre = at + tl.minimum(i * (2 * HALF + 1) - (REACH - HALF), REACH - HALF)
+        before = tl.load(scores + centre - HALF, mask=inside & (lo <= centre - HALF) & (centre - HALF < hi), other=float("-inf"))
+        own = tl.load(scores + centre, mask=inside & (lo <= centre) & (centre < hi), other=float("-inf"))
+        after = tl.load(scores + centre + HALF, mask=inside & (lo <= centre + HALF) & (centre + HALF < hi), other=float("-inf"))
+        best = tl.maximum(best, tl.max(own, 2)[:, :, None])
+        best = tl.maximum(best, tl.associative_scan(before, 2, larger, reverse=True))
+        best = tl.maximum(best, tl.associative_scan(after, 2, larger))
+    return best
+
+
+@jit
+def compete_kernel(log_s, plan, scores, sink, recent, B, G, C, nms_alpha, exclusivity_alpha, temperature, log_eps,
+                   REACH: tl.constexpr, HALF: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKS: tl.constexpr):
+    """One program takes BLOCKS * HALF positions of all KV heads of one layer through soft-NMS and exclusivity.
+
+    scores over the whole capacity: -inf outside the candidates; a candidate is at least -3e38, so that even one that
+    no row sees ranks before what is no candidate.
+    """
+    cell = tl.program_id(0)                                                 # (layer, b)
+    slow, lo, hi = candidates(plan, cell % B, sink, recent)
+    if slow == 0:
+        return
+    g = tl.arange(0, BLOCK_G)[:, None, None]
+    at = tl.program_id(1) * BLOCKS * HALF + tl.arange(0, BLOCKS)[None, :, None] * HALF + tl.arange(0, HALF)[None, None, :]
+    head = (cell.to(tl.int64) * G + g) * C
+    inside = (g < G) & (lo <= at) & (at < hi)
+    s = tl.load(log_s + head + at, mask=inside, other=float("-inf"))
+    if REACH > 0:
+        best = window_max(log_s + head, at + tl.zeros_like(g), g < G, lo, hi, REACH, HALF)
+        s = tl.where(s == float("-inf"), s, s - nms_alpha * (best - s))
+    scaled = s / temperature
+    peak = tl.maximum(tl.max(scaled, 0), -1e30)[None, :, :]
+    log_share = scaled - peak - tl.log(tl.sum(tl.exp(scaled - peak), 0))[None, :, :]
+    s = tl.where(s == float("-inf"), s, s + exclusivity_alpha * tl.maximum(log_share, log_eps))
+    tl.store(scores + head + at, tl.where(inside, tl.maximum(s, -3e38), float("-inf")), mask=(g < G) & (at < C))
+
+
+@jit
+def spread_kernel(scores, plan, out, sink, recent, B, G, C, REACH: tl.constexpr, HALF: tl.constexpr,
+                  BLOCKS: tl.constexpr):
+    """One program spreads BLOCKS * HALF scores of one KV head. out in float64, see selector.spread."""
+    cell = tl.program_id(0)                                                 # (layer, b, g)
+    slow, lo, hi = candidates(plan, cell // G % B, sink, recent)
+    if slow == 0:
+        return
+    at = tl.program_id(1) * BLOCKS * HALF + tl.arange(0, BLOCKS)[None, :, None] * HALF + tl.arange(0, HALF)[None, None, :]
+    head = cell.to(tl.int64) * C
+    inside = (lo <= at) & (at < hi)
+    s = tl.load(scores + head + at, mask=inside, other=float("-inf"))
+    best = window_max(scores + head, at, True, lo, hi, REACH, HALF)
+    tl.store(out + head + at, tl.where(inside, best.to(tl.float64) + 1e-6 * s.to(tl.float64), float("-inf")), mask=at < C)
+
+
+@jit
+def gather_kernel(chosen, keys, values, plan, positions, compact_keys, compact_values, sink, recent, B, G, K, count,
+                  key_strides, position_strides, compact_strides, D: tl.constexpr, BLOCK_D: tl.constexpr,
+                  BLOCK: tl.constexpr):
+    """One program fills BLOCK slots of one KV head's compact buffer: each key and value is read and written once.
+
+    Slots [0, lo) hold the sink, the next min(K, hi - lo) the selected tokens; the rest stay as they are.
+    """
+    cell = tl.program_id(0)                                                 # (layer, b, g)
+    g, b, layer = (cell % G).to(tl.int64), (cell // G % B).to(tl.int64), (cell // G // B).to(tl.int64)
+    slow, lo, hi = candidates(plan, cell // G % B, sink, recent)
+    if slow == 0:
+        return
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    selected = (lo <= slot) & (slot < lo + tl.minimum(K, hi - lo))
+    position = tl.load(chosen + cell.to(tl.int64) * count + slot - lo, mask=selected, other=0)
+    at = layer * position_strides[0] + b * position_strides[1] + g * position_strides[2]
+    tl.store(positions + at + slot - lo, position, mask=selected)
+    position = tl.where(slot < lo, slot, position)
+    d = tl.arange(0, BLOCK_D)
+    inside = (selected | (slot < lo))[:, None] & (d < D)[None, :]
+    source = layer * key_strides[0] + b * key_strides[1] + g * key_strides[2] + position[:, None] * D + d[None, :]
+    target = layer * compact_strides[0] + b * compact_strides[1] + g * compact_strides[2] + slot[:, None] * D + d[None, :]
+    tl.store(compact_keys + target, tl.load(keys + source, mask=inside, other=0), mask=inside)
+    tl.store(compact_values + target, tl.load(values + source, mask=inside, other=0), mask=inside)
+
+
+def window_tile(reach):
+    """The largest power of two within reach, at most 256: the block of window_max."""
+    return min(1 << max(reach, 1).bit_length() - 1, 256)
+
+
+def scores_triton(logits, key_norms, plan, sink, recent, config):
+    """Every stage of select for the slow rows of n layers, over all positions; what is no candidate is left undefined.
+
+    -> (log_f before normalising, lam [n, B, G], log_s, log_exclusive, log_spread), [n, B, G, C] but lam. In the last
+    two -inf marks what is no candidate, and a candidate that no row sees has -3e38.
+    """
+    n, B, G, R, C = logits.shape
+    part = 4096
+    parts = triton.cdiv(C, part)
+    row_sums = torch.empty(n, B, G, R, parts, 2, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(n, B, G, parts, 8, dtype=torch.float32, device=logits.device)
+    lam = torch.empty(n, B, G, dtype=torch.float32, device=logits.device)
+    log_f, log_s, scores = (torch.empty(n, B, G, C, dtype=torch.float32, device=logits.device) for _ in range(3))
+    prior = (config.gamma, config.weight_norm, config.weight_position, -math.log(config.theta) / config.p,
+             config.position_power, config.position_eta, config.eps)
+    block_p, block_r = triton.next_power_of_2(parts), triton.next_power_of_2(R)
+    row_sums_kernel[(n * B * G * R, parts)](logits, plan, row_sums, sink, recent, B, G, R, parts, logits.stride(),
+                                            part, num_warps=8)
+    evidence_kernel[(n * B * G, parts)](
+        logits, key_norms, plan, row_sums, log_f, sums, sink, recent, B, G, R, C, parts, logits.stride(),
+        key_norms.stride(), *prior, config.alpha, block_r, block_p, part, max(128, part // block_r // 2), num_warps=8)
+    fuse_kernel[(n * B * G, parts)](
+        key_norms, plan, sums, log_f, log_s, lam, sink, recent, B, G, C, parts, key_norms.stride(), *prior,
+        config.lambda_cap_single, config.lambda_cap_multi, block_p, part, 1024, num_warps=8)
+    reach = min(config.nms_window // 2, C)
+    half, block_g = window_tile(reach), triton.next_power_of_2(G)
+    blocks = max(1, 2048 // block_g // half)
+    compete_kernel[(n * B, triton.cdiv(C, blocks * half))](
+        log_s, plan, scores, sink, recent, B, G, C, config.nms_alpha, config.exclusivity_alpha,
+        config.exclusivity_temperature, math.log(config.eps), reach, half, block_g, blocks)
+    if not config.spread:
+        return log_f, lam, log_s, scores, scores
+    spread = torch.empty(n, B, G, C, dtype=torch.float64, device=logits.device)
+    reach = min(config.spread, C)
+    half = window_tile(reach)
+    blocks = max(1, 1024 // half)
+    spread_kernel[(n * B * G, triton.cdiv(C, blocks * half))](scores, plan, spread, sink, recent, B, G, C, reach, half,
+                                                              blocks)
+    return log_f, lam, log_s, scores, spread
+
+
+def publish_triton(logits, key_norms, keys, values, plan, sink, recent, config,
+                   positions, compact_keys, compact_values):
+    """As publish_torch, without a look at the plan from the host: it can be captured in a graph.
+
+    The scores are found in four or five launches for all layers and rows at once. The K best are torch.topk's, put
+    into ascending order by torch.sort. keys and values must have the same strides, and so must the compact buffers.
+    """
+    n, B, G, _, C = logits.shape
+    K, D = positions.shape[-1], keys.shape[-1]
+    scores = scores_triton(logits, key_norms, plan, sink, recent, config)[-1]
+    best = scores.topk(min(K, C), sorted=False)
+    chosen = best.indices.masked_fill_(best.values == float("-inf"), C).sort(-1).values     # candidates come first
+    slots = compact_keys.shape[-2]
+    gather_kernel[(n * B * G, triton.cdiv(slots, 32))](
+        chosen, keys, values, plan, positions, compact_keys, compact_values, sink, recent, B, G, K, chosen.shape[-1],
+        keys.stride(), positions.stride(), compact_keys.stride(), D, triton.next_power_of_2(D), 32)
+
+
+@dataclass(frozen=True)
+class Ops:
+    """The functions a step is made of. Prefill's attention and the bootstrap selection are torch on every device."""
+    rms_norm: Callable
+    linear: Callable
+    swiglu: Callable
+    qk_norm_rope: Callable
+    attend: Callable
+    publish: Callable
+
+
+TORCH = Ops(rms_norm_torch, linear_torch, swiglu_torch, qk_norm_rope_torch, attend_torch, publish_torch)
+TRITON = triton and Ops(rms_norm_triton, linear_triton, swiglu_triton, qk_norm_rope_triton, attend_triton,
+                        publish_triton)
