@@ -22,6 +22,23 @@ from sfi import (PRESETS, Generation, Sampling, SFIConfig, SlowFastMemory, decod
 PRESET, RETAIN = "robust", 0.15         # the command line's own; the configuration classes default to the paper's
 COMPARED = 1024                         # tokens on which SFI is compared with full KV: their logits are kept
 SHIPPED = Path(__file__).parent / "tiny"
+HELP = dict(
+    sink="first tokens that are always read", recent="last tokens before a slow step that are always read",
+    selected="K, tokens selected per KV head", refresh_interval="steps after which a step is slow in any case",
+    min_gap="a sentence starting less than this many steps after a slow step is let pass",
+    policy="sentence, interval, never or always", evidence_queries="queries whose logits are a slow step's evidence",
+    bootstrap_queries="last prompt queries that give the first evidence",
+    doubt="redo a fast step slowly if its likeliest token is less likely than this; 0 is off",
+    doubt_gap="least steps from one redone step to the next", alpha="power of the mean over evidence rows",
+    gamma="how strongly the prior leans away from large keys", weight_norm="weight of the prior's key norm term",
+    weight_position="weight of the prior's position term", position_power="its power of the position",
+    position_eta="its logarithmic fall towards the end", theta="with p: its slope, -ln(theta) / p", p="see theta",
+    lambda_cap_single="largest share of the prior, one evidence row", lambda_cap_multi="the same, several rows",
+    nms_window="window of the soft-NMS, positions", nms_alpha="its strength",
+    exclusivity_alpha="strength of the cross-head exclusivity", exclusivity_temperature="its temperature",
+    eps="floor of norms and shares", spread="a peak brings the positions within +-spread; 0 is off",
+    temperature="0 takes the likeliest token", top_k="0 keeps all", top_p="1 keeps all", min_p="0 keeps all",
+    seed="the same seed writes the same text")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,7 +63,7 @@ def parser():
     run.add_argument("--json", action="store_true", help="print one line of JSON last on stderr")
     text = p.add_argument_group("prompt format")
     kind = text.add_mutually_exclusive_group()
-    kind.add_argument("--raw", dest="chat", action="store_false", help="continue the text as it is (default)")
+    kind.add_argument("--raw", dest="chat", action="store_false", default=False, help="continue the text as it is (default)")
     kind.add_argument("--chat", action="store_true", help="the file is a user's message in the model's chat template")
     text.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True,
                       help="with --chat: whether the model may think first (default: it may)")
@@ -62,10 +79,11 @@ def parser():
 
 def add_fields(group, cls):
     """One flag per field of a configuration class, typed as its default is, None where it is not given."""
+    owner = "default" if cls is Sampling else "paper"
     for f in fields(cls):
         if f.name != "selector":
-            group.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), metavar=f.name.upper(),
-                               help=f"(the class's default: {f.default})")
+            group.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), metavar=type(f.default).__name__.upper(),
+                               help=f"{HELP[f.name]} ({owner}: {f.default})")
 
 
 def given(arguments, cls):
@@ -95,13 +113,6 @@ def one_line_errors():
         message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         print("sfi: " + " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
-
-
-def pick_device(name):
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: no CUDA device here")
-    return device
 
 
 @dataclass
@@ -250,7 +261,7 @@ def work(arguments):
     configure(arguments, 0)                                                 # bad knobs are refused before anything is read
     if not arguments.thinking and not arguments.chat:
         raise ValueError("--no-thinking needs --chat")
-    device = pick_device(arguments.device)
+    device = qwen3.usable(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     texts = [read_text(name) for name in arguments.prompt]
     dtype = DTYPES[arguments.dtype] if arguments.dtype else torch.float32 if device.type == "cpu" else None
     model = qwen3.load(arguments.model, device, dtype)

@@ -179,14 +179,14 @@ class Config(Checked):
                 raise ValueError(f"{key} = {value!r} is not supported, only {only!r} is")
         values.update(parse_rope(values))
         values["eos_token_id"] = id_list(values.pop("eos_token_id", None), "eos_token_id")
-        values["num_experts"] = agreed("num_experts", values.pop("num_experts", None),
-                                       values.pop("num_local_experts", None))
+        experts = agreed("num_experts", values.pop("num_experts", None), values.pop("num_local_experts", None))
+        if (kind == "qwen3_moe") != bool(experts):
+            raise ValueError(f"num_experts = {experts!r} does not go with model_type {kind!r}")
+        values["num_experts"] = experts
         layer_types = values.pop("layer_types", None)
         config = cls.parse({key: value for key, value in values.items() if key not in METADATA})
         if layer_types not in (None, ["full_attention"] * config.num_hidden_layers):
             raise ValueError("layer_types is not supported, except 'full_attention' for each layer")
-        if bool(config.num_experts) != (kind == "qwen3_moe"):
-            raise ValueError(f"num_experts = {config.num_experts} does not go with model_type {kind!r}")
         return config
 
 
@@ -203,7 +203,7 @@ def parse_rope(values):
     rope = agreed("rope_parameters (or rope_scaling)", values.pop("rope_parameters", None) or None,
                   values.pop("rope_scaling", None) or None) or {}
     if type(rope) is not dict:
-        raise ValueError(f"rope_parameters must be an object, not {rope!r}")
+        raise ValueError(f"rope_parameters (or rope_scaling) must be an object, not {rope!r}")
     rope = dict(rope)
     kind = agreed("rope_type (or type)", rope.pop("rope_type", None), rope.pop("type", None)) or "default"
     theta = agreed("rope_theta", rope.pop("rope_theta", None), values.pop("rope_theta", None))
@@ -323,7 +323,7 @@ def mixture(x, layer, config, decoding):
             each = (layer.down[experts] @ (F.silu(gate) * up)[..., None]).squeeze(-1)           # [rows, A, hidden]
             y[:] = (each * weight[..., None]).sum(1)
         return out
-    order = chosen.flatten().argsort()                                      # pairs (row, choice), expert by expert
+    order = chosen.flatten().argsort(stable=True)                           # pairs (row, choice), expert by expert
     counts = chosen.flatten().bincount(minlength=config.num_experts).tolist()
     for expert, pairs in enumerate(order.split(counts)):
         if len(pairs):
