@@ -38,16 +38,23 @@ else:
 
 @functools.cache
 def card(device):
-    """(multiprocessors, bytes of shared memory that one program may take) of a CUDA device; else an H200's.
+    """(multiprocessors, bytes of shared memory that one program may take) of a CUDA device; made up elsewhere.
 
     Raises ValueError for a GPU that is too old for the kernels.
     """
     if device.type != "cuda":
-        return 132, 232448
+        return 8, 232448
     gpu = torch.cuda.get_device_properties(device)
     if gpu.major < 8:
         raise ValueError(f"{gpu.name}: the kernels need compute capability 8.0, not {gpu.major}.{gpu.minor}")
     return gpu.multi_processor_count, gpu.shared_memory_per_block_optin
+
+
+@jit
+def offset(strides, i, j, k=None):
+    """Where element (i, j) or (i, j, k) of a tensor's leading dimensions begins. A whole cache goes beyond 2^31."""
+    at = tl.cast(i, tl.int64) * strides[0] + tl.cast(j, tl.int64) * strides[1]
+    return at if k is None else at + tl.cast(k, tl.int64) * strides[2]
 
 
 def at_least_fp32(x):
@@ -203,6 +210,7 @@ def linear_triton(x, weight, norm=None, eps=0.0, residual=None):
 
     Many rows (prefill), and the cases that linear_tile names, are left to cuBLAS on purpose.
     """
+    card(x.device)                          # the first operation of any step: refuses a card that is too old
     tile = linear_tile(x.shape[0], weight.shape[0], False, x.element_size())
     if norm is not None and x.shape[0] > 1:
         x, norm = rms_norm_triton(x, norm, eps), None
@@ -367,19 +375,20 @@ def share_out(plan, b, B, G, pieces, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @jit
-def absorb(query, keys, values, position, stop, best, mass, mixed, scale, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def absorb(query, keys, values, left, best, mass, mixed, scale,
+           D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
     """Take one tile of keys and values into a running softmax.
 
-    query [R, D]; position [N], of which those below stop count; best [R] is the largest logit so far, mass [R] the
-    sum of exp(logit - best), mixed [R, D] the values weighted by the same. A slot beyond stop is never read, for it
-    may hold NaN. -> logits [R, N], and the three brought up to date.
+    query [R, D]; keys and values point to the tile's first slot, of which only `left` are there: a slot beyond is
+    never read, for it may hold NaN. best [R] is the largest logit so far, mass [R] the sum of exp(logit - best),
+    mixed [R, D] the values weighted by the same. -> logits [R, BLOCK_N], and the three brought up to date.
     """
-    d = tl.arange(0, BLOCK_D)
-    offset = position[:, None] * D + d[None, :]
-    inside = (position < stop)[:, None] & (d < D)[None, :]
+    slot, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    offset = slot[:, None] * D + d[None, :]
+    inside = (slot < left)[:, None] & (d < D)[None, :]
     key = tl.load(keys + offset, mask=inside, other=0)
     z = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    z = tl.where((position < stop)[None, :], z, float("-inf"))
+    z = tl.where((slot < left)[None, :], z, float("-inf"))
     higher = tl.maximum(best, tl.max(z, 1))
     p, fade = tl.exp(z - higher[:, None]), tl.exp(best - higher)
     value = tl.load(values + offset, mask=inside, other=0)
@@ -422,38 +431,32 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
         own = end - 1
         compact_tiles = tl.cdiv(compact, BLOCK_N)
         tiles = tiles_of(plan, b, True, BLOCK_N)
-        wide_b = tl.cast(b, tl.int64)                                       # offsets go beyond 2^31
         for g in range(tl.maximum(low - before, 0) // tiles, tl.minimum(tl.cdiv(high - before, tiles), G)):
             first = tl.maximum(low - before - g * tiles, 0).to(tl.int32)
             last = tl.minimum(high - before - g * tiles, tiles).to(tl.int32)
-            wide_g = tl.cast(g, tl.int64)
             head = (g * GROUP + h)[:, None]
-            query = tl.load(q + wide_b * q_strides[0] + head * q_strides[1] + d[None, :], mask=current, other=0)
+            query = tl.load(q + offset(q_strides, b, head) + d[None, :], mask=current, other=0)
             if QUERIES > 1:
                 slot = ((own - w + SLOTS) % SLOTS)[:, None]
-                older = tl.load(ring + wide_b * ring_strides[0] + slot * ring_strides[1] + head * ring_strides[2]
-                                + d[None, :], mask=((w > 0) & (w < QUERIES))[:, None] & (d < D)[None, :], other=0)
+                older = tl.load(ring + offset(ring_strides, b, slot, head) + d[None, :], other=0,
+                                mask=((w > 0) & (w < QUERIES))[:, None] & (d < D)[None, :])
                 query = tl.where((w == 0)[:, None], query, older)
-            its_keys = keys + wide_b * key_strides[0] + wide_g * key_strides[1]
-            its_values = values + wide_b * key_strides[0] + wide_g * key_strides[1]
+            its_keys, its_values = keys + offset(key_strides, b, g), values + offset(key_strides, b, g)
             best = tl.full([BLOCK_R], float("-inf"), tl.float32)
             mass = tl.zeros([BLOCK_R], tl.float32)
             mixed = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
             if logits is not None:
-                its_logits = (logits + wide_b * logit_strides[0] + wide_g * logit_strides[1]
-                              + row[:, None] * logit_strides[2])
+                its_logits = logits + offset(logit_strides, b, g, row[:, None])
                 wanted = (row < QUERIES * GROUP)[:, None] & (slow != 0)
             if first == 0:
-                own_key = tl.load(k + wide_b * k_strides[0] + wide_g * k_strides[1] + d, mask=d < D, other=0)
-                own_value = tl.load(v + wide_b * v_strides[0] + wide_g * v_strides[1] + d, mask=d < D, other=0)
+                own_key = tl.load(k + offset(k_strides, b, g) + d, mask=d < D, other=0)
+                own_value = tl.load(v + offset(v_strides, b, g) + d, mask=d < D, other=0)
                 tl.store(its_keys + own * D + d, own_key, mask=d < D)
                 tl.store(its_values + own * D + d, own_value, mask=d < D)
                 wide_key = own_key.to(tl.float32)
-                tl.store(key_norms + wide_b * norm_strides[0] + wide_g * norm_strides[1] + own,
-                         tl.sqrt(tl.sum(wide_key * wide_key)))
+                tl.store(key_norms + offset(norm_strides, b, g) + own, tl.sqrt(tl.sum(wide_key * wide_key)))
                 if ring is not None:
-                    tl.store(ring + wide_b * ring_strides[0] + own % SLOTS * ring_strides[1] + head * ring_strides[2]
-                             + d[None, :], query, mask=current)
+                    tl.store(ring + offset(ring_strides, b, own % SLOTS, head) + d[None, :], query, mask=current)
                 best = tl.sum(query.to(tl.float32) * wide_key[None, :], 1) * scale
                 mass += 1
                 mixed += own_value.to(tl.float32)[None, :]
@@ -461,18 +464,21 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                     seen = tl.where((w == 0)[:, None], best[:, None], float("-inf"))
                     tl.store(its_logits + own, seen, mask=wanted)
             if compact_keys is not None:
-                at = wide_b * compact_strides[0] + wide_g * compact_strides[1]
+                at = offset(compact_strides, b, g)
                 for tile in range(first, tl.minimum(last, compact_tiles)):
-                    position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-                    z, best, mass, mixed = absorb(query, compact_keys + at, compact_values + at, position, compact,
-                                                  best, mass, mixed, scale, D, BLOCK_D)
+                    place = tile * BLOCK_N
+                    _, best, mass, mixed = absorb(
+                        query, compact_keys + at + place * D, compact_values + at + place * D, compact - place,
+                        best, mass, mixed, scale, D, BLOCK_D, BLOCK_N)
             for tile in range(tl.maximum(first, compact_tiles), last):
-                position = start + (tile - compact_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-                z, best, mass, mixed = absorb(query, its_keys, its_values, position, own,
-                                              best, mass, mixed, scale, D, BLOCK_D)
+                position = start + (tile - compact_tiles) * BLOCK_N
+                z, best, mass, mixed = absorb(
+                    query, its_keys + position * D, its_values + position * D, own - position,
+                    best, mass, mixed, scale, D, BLOCK_D, BLOCK_N)
                 if logits is not None:
-                    seen = tl.where(position[None, :] < (end - w)[:, None], z, float("-inf"))
-                    tl.store(its_logits + position[None, :], seen, mask=wanted & (position < own)[None, :])
+                    n = tl.arange(0, BLOCK_N)[None, :]
+                    seen = tl.where(n < (end - w)[:, None] - position, z, float("-inf"))
+                    tl.store(its_logits + position + n, seen, mask=wanted & (n < own - position))
             slot = (piece + b * G + g) * GROUP + row
             tl.store(partial_lse + slot, best + tl.log(mass), mask=row < GROUP)
             tl.store(partial + slot[:, None] * D + d[None, :], mixed / mass[:, None], mask=current)
@@ -512,8 +518,9 @@ def attend_tile(pairs, tokens, fast, rows, block_d, itemsize, device):
     two smaller programs share a multiprocessor.
     """
     processors, shared = card(device)
-    block_n, warps, stages = 64 if fast else 128, 4, 3
-    while block_n > 16 and (2 * (stages - 1) * block_n + 2 * rows) * block_d * itemsize > shared - 8192:
+    block_n, warps, stages = 64 if fast else 128, 4 if rows == 16 else 8, 3
+    buffers = stages - 1 if rows < 64 else stages                           # of keys and of values, in shared memory
+    while block_n > 16 and 2 * (buffers * block_n + rows) * block_d * itemsize > shared:
         block_n //= 2
     each = min(2 * processors // pairs, 16) if fast else processors // pairs
     return block_n, warps, stages, pairs * max(1, min(each, triton.cdiv(tokens, block_n)))
@@ -599,18 +606,17 @@ def row_sums_kernel(logits, plan, sums, sink, recent, B, G, R, parts, strides, P
 
     -1e30 stands for "nothing seen yet": unlike -inf it can be subtracted from itself.
     """
-    cell, part = tl.program_id(0), tl.program_id(1)                         # cell = (layer, b, g, r)
+    cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g, r)
     r, g, b, layer = cell % R, cell // R % G, cell // R // G % B, cell // R // G // B
     slow, lo, hi = candidates(plan, b, sink, recent)
     if slow == 0:
         return
     at = part * PART + tl.arange(0, PART)
-    row = logits + layer.to(tl.int64) * strides[0] + b.to(tl.int64) * strides[1] + g.to(tl.int64) * strides[2]
-    z = tl.load(row + r.to(tl.int64) * strides[3] + at, mask=(lo <= at) & (at < hi), other=float("-inf"))
-    top = tl.maximum(tl.max(z.to(tl.float32)), -1e30)
-    to = sums + (cell.to(tl.int64) * parts + part) * 2
-    tl.store(to, top)
-    tl.store(to + 1, tl.sum(tl.exp(z.to(tl.float32) - top)))
+    row = logits + offset(strides, layer, b, g) + r * strides[3]
+    z = tl.load(row + at, mask=(lo <= at) & (at < hi), other=float("-inf")).to(tl.float32)
+    top = tl.maximum(tl.max(z), -1e30)
+    tl.store(sums + (cell * parts + part) * 2, top)
+    tl.store(sums + (cell * parts + part) * 2 + 1, tl.sum(tl.exp(z - top)))
 
 
 @jit
@@ -620,7 +626,7 @@ def log_prior(key_norms, at, inside, lo, hi, gamma, w_norm, w_position, beta, po
     scale = 1.0 / tl.maximum(hi - lo - 1, 1).to(tl.float32)
     x, rest = (at - lo).to(tl.float32) * scale, (hi - 1 - at).to(tl.float32) * scale    # rest is 1 - x, exact near 0
     rest = tl.where(hi - lo > 1, rest, 1.0)
-    curve = tl.where(power == 0, 1.0, tl.exp2(power * tl.log2(tl.maximum(x, 1e-38))))
+    curve = tl.where(power == 0, 1.0, tl.exp2(power * tl.log2(tl.maximum(x, 1e-30))))
     place = -beta * curve + eta * tl.log(tl.maximum(rest, eps))
     log_r = -w_norm * gamma * tl.log(tl.maximum(norm, eps)) + w_position * place
     return tl.where(inside, log_r, float("-inf"))
@@ -635,29 +641,30 @@ def evidence_kernel(logits, key_norms, plan, row_sums, log_f, sums, sink, recent
     Besides, for the closed form of lambda, sums over the part of f, f f, r, r r and f r, each relative to the largest
     f and r of the part, as in a running softmax. `sums` [cells, parts, 8]: max f, f, f f, max r, r, r r, f r, R.
     """
-    cell, part = tl.program_id(0), tl.program_id(1)                         # cell = (layer, b, g)
+    cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g)
     g, b, layer = cell % G, cell // G % B, cell // G // B
     slow, lo, hi = candidates(plan, b, sink, recent)
     if slow == 0:
         return
     r, p = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_P)[None, :]
-    of = row_sums + ((cell.to(tl.int64) * R + r) * parts + p) * 2
-    inside = (r < R) & (p < parts)
-    top = tl.load(of, mask=inside, other=-1e30)
+    of = row_sums + ((cell * R + r) * parts + p) * 2
+    made = (r < R) & (p < parts)
+    top = tl.load(of, mask=made, other=-1e30)
     row_top = tl.max(top, 1)
-    row_sum = tl.sum(tl.load(of + 1, mask=inside, other=0) * tl.exp(top - row_top[:, None]), 1)
+    row_sum = tl.sum(tl.load(of + 1, mask=made, other=0) * tl.exp(top - row_top[:, None]), 1)
     sees = (row_sum > 0)[:, None]                                           # a row that sees no candidate is left out
     lse = (row_top + tl.log(tl.where(row_sum > 0, row_sum, 1)))[:, None]
     rows = tl.sum(tl.where(row_sum > 0, 1, 0))
-    logits += layer.to(tl.int64) * strides[0] + b.to(tl.int64) * strides[1] + g.to(tl.int64) * strides[2]
-    key_norms += layer.to(tl.int64) * norm_strides[0] + b.to(tl.int64) * norm_strides[1] + g.to(tl.int64) * norm_strides[2]
+    logits += offset(strides, layer, b, g)
+    key_norms += offset(norm_strides, layer, b, g)
+    log_f += cell * C
     top_f, top_r = tl.full([BLOCK], -1e30, tl.float32), tl.full([BLOCK], -1e30, tl.float32)
     f, ff, fr, rr, prior = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32),
                             tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
     for start in range(0, PART, BLOCK):
         at = part * PART + start + tl.arange(0, BLOCK)
         inside = (lo <= at) & (at < hi)
-        z = tl.load(logits + r.to(tl.int64) * strides[3] + at[None, :], mask=sees & inside[None, :], other=float("-inf"))
+        z = tl.load(logits + r * strides[3] + at[None, :], mask=sees & inside[None, :], other=float("-inf"))
         log_p = z.to(tl.float32) - lse
         if ALPHA == 0:
             log_e = tl.sum(tl.where(sees, log_p, 0), 0) / tl.maximum(rows, 1)
@@ -666,7 +673,7 @@ def evidence_kernel(logits, key_norms, plan, row_sums, log_f, sums, sink, recent
             peak = tl.maximum(tl.max(scaled, 0), -1e30)
             log_e = (peak + tl.log(tl.sum(tl.exp(scaled - peak[None, :]), 0))) / ALPHA
         log_e = tl.where(inside, log_e, float("-inf"))
-        tl.store(log_f + cell.to(tl.int64) * C + at, log_e, mask=inside)
+        tl.store(log_f + at, log_e, mask=inside)
         log_r = log_prior(key_norms, at, inside, lo, hi, gamma, w_norm, w_position, beta, power, eta, eps)
         higher_f, higher_r = tl.maximum(top_f, log_e), tl.maximum(top_r, log_r)
         fade_f, fade_r = tl.exp(top_f - higher_f), tl.exp(top_r - higher_r)
@@ -677,7 +684,7 @@ def evidence_kernel(logits, key_norms, plan, row_sums, log_f, sums, sink, recent
         top_f, top_r = higher_f, higher_r
     max_f, max_r = tl.max(top_f), tl.max(top_r)
     fade_f, fade_r = tl.exp(top_f - max_f), tl.exp(top_r - max_r)
-    to = sums + (cell.to(tl.int64) * parts + part) * 8
+    to = sums + (cell * parts + part) * 8
     tl.store(to, max_f)
     tl.store(to + 1, tl.sum(f * fade_f))
     tl.store(to + 2, tl.sum(ff * fade_f * fade_f))
@@ -693,13 +700,13 @@ def fuse_kernel(key_norms, plan, sums, log_f, log_s, lam_out, sink, recent, B, G
                 gamma, w_norm, w_position, beta, power, eta, eps, cap_single, cap_multi,
                 BLOCK_P: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
     """One program finds lambda of its KV head from the sums of all parts, and log s over one part."""
-    cell, part = tl.program_id(0), tl.program_id(1)
+    cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g)
     g, b, layer = cell % G, cell // G % B, cell // G // B
     slow, lo, hi = candidates(plan, b, sink, recent)
     if slow == 0:
         return
     p = tl.arange(0, BLOCK_P)
-    of = sums + (cell.to(tl.int64) * parts + p) * 8
+    of = sums + (cell * parts + p) * 8
     top_f, top_r = tl.load(of, mask=p < parts, other=-1e30), tl.load(of + 3, mask=p < parts, other=-1e30)
     max_f, max_r = tl.max(top_f), tl.max(top_r)
     fade_f, fade_r = tl.exp(top_f - max_f), tl.exp(top_r - max_r)
@@ -708,7 +715,7 @@ def fuse_kernel(key_norms, plan, sums, log_f, log_s, lam_out, sink, recent, B, G
     r = tl.sum(tl.load(of + 4, mask=p < parts, other=0) * fade_r)
     rr = tl.sum(tl.load(of + 5, mask=p < parts, other=0) * fade_r * fade_r)
     fr = tl.sum(tl.load(of + 6, mask=p < parts, other=0) * fade_f * fade_r)
-    rows = tl.load(sums + cell.to(tl.int64) * parts * 8 + 7)
+    rows = tl.load(sums + cell * parts * 8 + 7)
     flat = f == 0                                                           # no row sees a candidate
     n = (hi - lo).to(tl.float32)
     max_f, f, ff, fr = tl.where(flat, 0, max_f), tl.where(flat, n, f), tl.where(flat, n, ff), tl.where(flat, r, fr)
@@ -718,21 +725,33 @@ def fuse_kernel(key_norms, plan, sums, log_f, log_s, lam_out, sink, recent, B, G
     lam = tl.minimum(tl.maximum(lam, 0), tl.where(rows > 1, cap_multi, cap_single))
     if part == 0:
         tl.store(lam_out + cell, lam)
-    key_norms += layer.to(tl.int64) * norm_strides[0] + b.to(tl.int64) * norm_strides[1] + g.to(tl.int64) * norm_strides[2]
+    key_norms += offset(norm_strides, layer, b, g)
     for start in range(0, PART, BLOCK):
         at = part * PART + start + tl.arange(0, BLOCK)
         inside = (lo <= at) & (at < hi)
-        log_e = tl.load(log_f + cell.to(tl.int64) * C + at, mask=inside, other=0)
+        log_e = tl.load(log_f + cell * C + at, mask=inside, other=0)
         log_r = log_prior(key_norms, at, inside, lo, hi, gamma, w_norm, w_position, beta, power, eta, eps)
         one = tl.log(1 - lam) + tl.where(flat, 0, log_e) - max_f - tl.log(f)
         other = tl.log(lam) + log_r - max_r - tl.log(r)
         peak = tl.maximum(tl.maximum(one, other), -1e30)
-        tl.store(log_s + cell.to(tl.int64) * C + at, peak + tl.log(tl.exp(one - peak) + tl.exp(other - peak)), mask=inside)
+        mixed = peak + tl.log(tl.exp(one - peak) + tl.exp(other - peak))
+        tl.store(log_s + cell * C + at, mixed, mask=inside)
 
 
 @jit
 def larger(a, b):
     return tl.maximum(a, b)
+
+
+@jit
+def load_scores(scores, at, inside, lo, hi):
+    return tl.load(scores + at, mask=inside & (lo <= at) & (at < hi), other=float("-inf"))
+
+
+@jit
+def positions_of(block, BLOCKS: tl.constexpr, HALF: tl.constexpr):
+    """Positions [1, BLOCKS, HALF] of a program of compete_kernel or spread_kernel."""
+    return (block * BLOCKS + tl.arange(0, BLOCKS)[None, :, None]) * HALF + tl.arange(0, HALF)[None, None, :]
 
 
 @jit
@@ -744,17 +763,16 @@ def window_max(scores, at, inside, lo, hi, REACH: tl.constexpr, HALF: tl.constex
     maxima and one maximum. A longer reach takes several such windows side by side.
 
         previous     own          next
-        |....######|##########|####......|
+        |....######|##########|#####.....|
     """
     best = tl.full(at.shape, float("-inf"), tl.float32)
     for i in range((2 * REACH + 2 * HALF) // (2 * HALF + 1)):
         centre = at + tl.minimum(i * (2 * HALF + 1) - (REACH - HALF), REACH - HALF)
-        before = tl.load(scores + centre - HALF, mask=inside & (lo <= centre - HALF) & (centre - HALF < hi), other=float("-inf"))
-        own = tl.load(scores + centre, mask=inside & (lo <= centre) & (centre < hi), other=float("-inf"))
-        after = tl.load(scores + centre + HALF, mask=inside & (lo <= centre + HALF) & (centre + HALF < hi), other=float("-inf"))
-        best = tl.maximum(best, tl.max(own, 2)[:, :, None])
-        best = tl.maximum(best, tl.associative_scan(before, 2, larger, reverse=True))
-        best = tl.maximum(best, tl.associative_scan(after, 2, larger))
+        previous = load_scores(scores, centre - HALF, inside, lo, hi)
+        following = load_scores(scores, centre + HALF, inside, lo, hi)
+        best = tl.maximum(best, tl.max(load_scores(scores, centre, inside, lo, hi), 2)[:, :, None])
+        best = tl.maximum(best, tl.associative_scan(previous, 2, larger, reverse=True))
+        best = tl.maximum(best, tl.associative_scan(following, 2, larger))
     return best
 
 
@@ -766,15 +784,14 @@ def compete_kernel(log_s, plan, scores, sink, recent, B, G, C, nms_alpha, exclus
     scores over the whole capacity: -inf outside the candidates; a candidate is at least -3e38, so that even one that
     no row sees ranks before what is no candidate.
     """
-    cell = tl.program_id(0)                                                 # (layer, b)
+    cell = tl.program_id(0).to(tl.int64)                                    # (layer, b)
     slow, lo, hi = candidates(plan, cell % B, sink, recent)
     if slow == 0:
         return
     g = tl.arange(0, BLOCK_G)[:, None, None]
-    at = tl.program_id(1) * BLOCKS * HALF + tl.arange(0, BLOCKS)[None, :, None] * HALF + tl.arange(0, HALF)[None, None, :]
-    head = (cell.to(tl.int64) * G + g) * C
-    inside = (g < G) & (lo <= at) & (at < hi)
-    s = tl.load(log_s + head + at, mask=inside, other=float("-inf"))
+    at = positions_of(tl.program_id(1), BLOCKS, HALF)
+    head = (cell * G + g) * C
+    s = load_scores(log_s + head, at, g < G, lo, hi)
     if REACH > 0:
         best = window_max(log_s + head, at + tl.zeros_like(g), g < G, lo, hi, REACH, HALF)
         s = tl.where(s == float("-inf"), s, s - nms_alpha * (best - s))
@@ -782,23 +799,22 @@ def compete_kernel(log_s, plan, scores, sink, recent, B, G, C, nms_alpha, exclus
     peak = tl.maximum(tl.max(scaled, 0), -1e30)[None, :, :]
     log_share = scaled - peak - tl.log(tl.sum(tl.exp(scaled - peak), 0))[None, :, :]
     s = tl.where(s == float("-inf"), s, s + exclusivity_alpha * tl.maximum(log_share, log_eps))
-    tl.store(scores + head + at, tl.where(inside, tl.maximum(s, -3e38), float("-inf")), mask=(g < G) & (at < C))
+    s = tl.where((lo <= at) & (at < hi), tl.maximum(s, -3e38), float("-inf"))
+    tl.store(scores + head + at, s, mask=(g < G) & (at < C))
 
 
 @jit
 def spread_kernel(scores, plan, out, sink, recent, B, G, C, REACH: tl.constexpr, HALF: tl.constexpr,
                   BLOCKS: tl.constexpr):
     """One program spreads BLOCKS * HALF scores of one KV head. out in float64, see selector.spread."""
-    cell = tl.program_id(0)                                                 # (layer, b, g)
+    cell = tl.program_id(0).to(tl.int64)                                    # (layer, b, g)
     slow, lo, hi = candidates(plan, cell // G % B, sink, recent)
     if slow == 0:
         return
-    at = tl.program_id(1) * BLOCKS * HALF + tl.arange(0, BLOCKS)[None, :, None] * HALF + tl.arange(0, HALF)[None, None, :]
-    head = cell.to(tl.int64) * C
-    inside = (lo <= at) & (at < hi)
-    s = tl.load(scores + head + at, mask=inside, other=float("-inf"))
-    best = window_max(scores + head, at, True, lo, hi, REACH, HALF)
-    tl.store(out + head + at, tl.where(inside, best.to(tl.float64) + 1e-6 * s.to(tl.float64), float("-inf")), mask=at < C)
+    at = positions_of(tl.program_id(1), BLOCKS, HALF)
+    s = load_scores(scores + cell * C, at, True, lo, hi).to(tl.float64)
+    best = window_max(scores + cell * C, at, True, lo, hi, REACH, HALF).to(tl.float64)
+    tl.store(out + cell * C + at, tl.where((lo <= at) & (at < hi), best + 1e-6 * s, float("-inf")), mask=at < C)
 
 
 @jit
@@ -809,21 +825,20 @@ def gather_kernel(chosen, keys, values, plan, positions, compact_keys, compact_v
 
     Slots [0, lo) hold the sink, the next min(K, hi - lo) the selected tokens; the rest stay as they are.
     """
-    cell = tl.program_id(0)                                                 # (layer, b, g)
-    g, b, layer = (cell % G).to(tl.int64), (cell // G % B).to(tl.int64), (cell // G // B).to(tl.int64)
-    slow, lo, hi = candidates(plan, cell // G % B, sink, recent)
+    cell = tl.program_id(0).to(tl.int64)                                    # (layer, b, g)
+    g, b, layer = cell % G, cell // G % B, cell // G // B
+    slow, lo, hi = candidates(plan, b, sink, recent)
     if slow == 0:
         return
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     selected = (lo <= slot) & (slot < lo + tl.minimum(K, hi - lo))
-    position = tl.load(chosen + cell.to(tl.int64) * count + slot - lo, mask=selected, other=0)
-    at = layer * position_strides[0] + b * position_strides[1] + g * position_strides[2]
-    tl.store(positions + at + slot - lo, position, mask=selected)
+    position = tl.load(chosen + cell * count + slot - lo, mask=selected, other=0)
+    tl.store(positions + offset(position_strides, layer, b, g) + slot - lo, position, mask=selected)
     position = tl.where(slot < lo, slot, position)
     d = tl.arange(0, BLOCK_D)
     inside = (selected | (slot < lo))[:, None] & (d < D)[None, :]
-    source = layer * key_strides[0] + b * key_strides[1] + g * key_strides[2] + position[:, None] * D + d[None, :]
-    target = layer * compact_strides[0] + b * compact_strides[1] + g * compact_strides[2] + slot[:, None] * D + d[None, :]
+    source = offset(key_strides, layer, b, g) + position[:, None] * D + d[None, :]
+    target = offset(compact_strides, layer, b, g) + slot[:, None] * D + d[None, :]
     tl.store(compact_keys + target, tl.load(keys + source, mask=inside, other=0), mask=inside)
     tl.store(compact_values + target, tl.load(values + source, mask=inside, other=0), mask=inside)
 
@@ -846,8 +861,9 @@ def scores_triton(logits, key_norms, plan, sink, recent, config):
     sums = torch.empty(n, B, G, parts, 8, dtype=torch.float32, device=logits.device)
     lam = torch.empty(n, B, G, dtype=torch.float32, device=logits.device)
     log_f, log_s, scores = (torch.empty(n, B, G, C, dtype=torch.float32, device=logits.device) for _ in range(3))
-    prior = (config.gamma, config.weight_norm, config.weight_position, -math.log(config.theta) / config.p,
-             config.position_power, config.position_eta, config.eps)
+    prior = [float(knob) for knob in (config.gamma, config.weight_norm, config.weight_position,
+                                      -math.log(config.theta) / config.p, config.position_power,
+                                      config.position_eta, config.eps)]
     block_p, block_r = triton.next_power_of_2(parts), triton.next_power_of_2(R)
     row_sums_kernel[(n * B * G * R, parts)](logits, plan, row_sums, sink, recent, B, G, R, parts, logits.stride(),
                                             part, num_warps=8)
@@ -859,7 +875,7 @@ def scores_triton(logits, key_norms, plan, sink, recent, config):
         config.lambda_cap_single, config.lambda_cap_multi, block_p, part, 1024, num_warps=8)
     reach = min(config.nms_window // 2, C)
     half, block_g = window_tile(reach), triton.next_power_of_2(G)
-    blocks = max(1, 2048 // block_g // half)
+    blocks = max(1, min(2048 // block_g, triton.next_power_of_2(C)) // half)
     compete_kernel[(n * B, triton.cdiv(C, blocks * half))](
         log_s, plan, scores, sink, recent, B, G, C, config.nms_alpha, config.exclusivity_alpha,
         config.exclusivity_temperature, math.log(config.eps), reach, half, block_g, blocks)
@@ -868,7 +884,7 @@ def scores_triton(logits, key_norms, plan, sink, recent, config):
     spread = torch.empty(n, B, G, C, dtype=torch.float64, device=logits.device)
     reach = min(config.spread, C)
     half = window_tile(reach)
-    blocks = max(1, 1024 // half)
+    blocks = max(1, min(1024, triton.next_power_of_2(C)) // half)
     spread_kernel[(n * B * G, triton.cdiv(C, blocks * half))](scores, plan, spread, sink, recent, B, G, C, reach, half,
                                                               blocks)
     return log_f, lam, log_s, scores, spread

@@ -314,27 +314,36 @@ class Stepper:
 
     def __init__(self, model, memory, capture=None):
         self.model, self.memory = model, memory
-        self.capture = model.device.type == "cuda" if capture is None else capture
-        self.tokens = torch.zeros(memory.batch, 1, dtype=torch.int64, device=model.device)
-        self.plan = torch.zeros(memory.batch, 4, dtype=torch.int32, device=model.device)
-        self.staging = torch.zeros(memory.batch, 4, dtype=torch.int32, pin_memory=model.device.type == "cuda")
+        on_gpu = model.device.type == "cuda"
+        self.capture = on_gpu if capture is None else capture
+        # A row: the input token and the four numbers of its plan; one copy brings them to the device.
+        self.inputs = torch.zeros(memory.batch, 5, dtype=torch.int32, device=model.device)
+        self.staging = torch.zeros(memory.batch, 5, dtype=torch.int32, pin_memory=on_gpu)
+        self.copied = torch.cuda.Event() if on_gpu else None
         self.graphs = {}
-        if self.capture:
-            for slow in (False, True):
-                self.warm(slow)
+        for slow in (False, True) if self.capture else ():
+            self.warm(slow)
+
+    def stage(self, tokens, rows):
+        if self.copied:
+            self.copied.synchronize()                       # the last copy may still be reading the staging rows
+        self.staging.copy_(torch.tensor([(token, *row) for token, row in zip(tokens, rows)]))
+        self.inputs.copy_(self.staging, non_blocking=True)
+        if self.copied:
+            self.copied.record()
 
     def compute(self, slow):
-        """logits [B, V] of the step that the static tensors describe, the likeliest token [B] and its probability [B]."""
-        positions = self.plan[:, 2:3].long() - 1
-        hidden = self.model.forward(self.tokens, Step(positions, self.plan, slow), self.memory)
+        """logits [B, V] of the step that `inputs` describes, and the likeliest tokens [B]."""
+        plan = self.inputs[:, 1:].contiguous()
+        step = Step(plan[:, 2:3].long() - 1, plan, slow)
+        hidden = self.model.forward(self.inputs[:, :1].long(), step, self.memory)
         logits = self.model.head(hidden[:, -1])
         self.memory.join()
-        return logits, *likeliest(logits)
+        return logits, logits.argmax(-1)
 
     def warm(self, slow):
         """Compile, run once on the slot that the first step will write again, then capture."""
-        self.staging.copy_(torch.tensor([(0, n, n + 1, int(slow)) for n in self.memory.lengths]))
-        self.plan.copy_(self.staging)
+        self.stage([0] * self.memory.batch, [(0, 0 if slow else n, n + 1, int(slow)) for n in self.memory.lengths])
         self.compute(slow)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -343,22 +352,14 @@ class Stepper:
         self.graphs[slow] = graph, result
 
     def __call__(self, tokens, rows):
-        """Run the step with input `tokens` [B] and plan `rows`. What it returns is overwritten by the next call."""
+        """Run the step with input `tokens` and plan `rows`, lists of B. What it returns is overwritten by the next call."""
         slow = any(row[3] for row in rows)
-        self.tokens.copy_(tokens[:, None])
-        self.staging.copy_(torch.tensor(rows))
-        self.plan.copy_(self.staging, non_blocking=True)
+        self.stage(tokens, rows)
         if not self.capture:
             return self.compute(slow)
         graph, result = self.graphs[slow]
         graph.replay()
         return result
-
-
-def likeliest(logits):
-    """The token of the highest logit [B] and its probability [B], for logits [B, V]."""
-    best, token = logits.max(-1)
-    return token, (best - logits.logsumexp(-1)).exp()
 
 
 @dataclass(frozen=True)
@@ -451,7 +452,7 @@ def decode(model, memory, logits, config, max_new_tokens, sentences=((), ()), st
     generators = [torch.Generator().manual_seed(sampling.seed) for _ in range(batch)]
     ended = [False] * batch
     records = [StepRecord("slow", "prefill", n, n) for n in memory.lengths]
-    drawn = likeliest(logits)[0].tolist()
+    drawn = logits.argmax(-1).tolist()
     for step in range(max_new_tokens):
         if forced is not None:
             ids = [row[step] for row in forced]
@@ -470,17 +471,16 @@ def decode(model, memory, logits, config, max_new_tokens, sentences=((), ()), st
         # A sequence that has ended keeps its place in the batch and reads the one slot behind its last token.
         rows = [(0, n, n + 1, 0) if over else row
                 for row, over, n in zip(memory.plan([r is not None for r in reasons]), ended, memory.lengths)]
-        tokens = torch.tensor(ids)
-        logits, drawn, confidence = stepper(tokens, rows)
+        logits, drawn = stepper(ids, rows)
         memory.finish(rows)
         read = [compact + end - start for compact, start, end, _ in rows]
         if config.doubt:
             again = [reason is None and not over and trigger.doubts(step + 1, sure) for reason, over, trigger, sure
-                     in zip(reasons, ended, triggers, confidence.tolist())]
+                     in zip(reasons, ended, triggers, logits.softmax(-1).amax(-1).tolist())]
             if any(again):
                 # Same token, same position: its cache row is written over. The other rows only repeat themselves.
                 rows = [(0, 0, row[2], 1) if redo else (*row[:3], 0) for row, redo in zip(rows, again)]
-                logits, drawn, _ = stepper(tokens, rows)
+                logits, drawn = stepper(ids, rows)
                 memory.finish(rows)
                 read = [n + row[2] * redo for n, row, redo in zip(read, rows, again)]
                 reasons = ["doubt" if redo else reason for reason, redo in zip(reasons, again)]

@@ -1,7 +1,7 @@
 """Chronicles: English prose with facts on invented people, and questions whose answers the text determines.
 
 Used to train and to judge the checkpoint in this folder. A document of a seed is always the same. Each person has
-six facts. They stand together in one paragraph ("clustered") or each alone anywhere ("scattered") among filler, told
+five facts. They stand together in one paragraph ("clustered") or each alone anywhere ("scattered") among filler, told
 in one of several wordings. An answer restates them in one fixed wording and a fixed order, so that every word of
 it is right or wrong. Seeds below HELD_OUT are never trained on.
 This file knows nothing of tokens: lengths are estimates at CHARS_PER_TOKEN. Standard library only.
@@ -167,16 +167,12 @@ FACTS = {
     "age": ("{N} turned {tens} in {month}, and the neighbours still talk about the feast that day.",
             ("{N} turned {tens} in {month}", "{N} reached the age of {tens} in {month}",
              "{N} became {tens} years old in {month}")),
-    "animal": ("{N} keeps a {colour} {animal} named {pet}, and feeds it by hand every morning.",
-               ("{N} keeps a {colour} {animal} named {pet}", "{N} owns a {colour} {animal} named {pet}",
-                "{N} looks after a {colour} {animal} named {pet}")),
+    "animal": ("{N} keeps a {animal} named {pet}, and feeds it by hand every morning.",
+               ("{N} keeps a {animal} named {pet}", "{N} owns a {animal} named {pet}",
+                "{N} looks after a {animal} named {pet}")),
     "music": ("{N} plays the {instrument} at the {inn}, mostly late in the evening.",
               ("{N} plays the {instrument} at the {inn}", "{N} learned the {instrument} at the {inn}",
                "{N} is heard on the {instrument} at the {inn}")),
-    "dress": ("{N} wears a {colour} {garment} with {number} {metal} buttons, even in the heat of summer.",
-              ("{N} wears a {colour} {garment} with {number} {metal} buttons",
-               "{N} goes about in a {colour} {garment} with {number} {metal} buttons",
-               "{N} is known for a {colour} {garment} with {number} {metal} buttons")),
 }
 LEADS = ["By all accounts ", "It is well known that ", "People agree that ", "The clerk wrote that ", "It is true that ",
          "As everyone knows, ", "In these parts they say that ", "There is no doubt that "]

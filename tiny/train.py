@@ -288,7 +288,7 @@ def held_out(tokenizer, first_seed, count, length, layout):
     """Held-out documents whose prompt and answer fit into `length` tokens -> list of (document, ids, value tokens)."""
     found = []
     for seed in range(first_seed, first_seed + count):
-        document = text.make_document(seed, length * 0.96, layout)
+        document = text.make_document(seed, length * 0.93, layout)
         encoding = tokenizer.encode(document.prompt + document.answer + text.END)
         assert len(encoding.ids) <= length, f"seed {seed}: {len(encoding.ids)} tokens"
         found.append((document, encoding.ids, text.value_tokens(document, encoding.offsets)))
@@ -321,7 +321,7 @@ def greedy_accuracy(decoder, tokenizer, documents, length, device):
     prompts = [tokenizer.encode(document.prompt).ids for document, _, _ in documents]
     ends = [tokenizer.token_to_id(token) for token in ("<|endoftext|>", "<|im_end|>")]
     written = [list(prompt) for prompt in prompts]
-    running, limit = set(range(len(written))), 300          # no answer is longer
+    running, limit = set(range(len(written))), 220          # no answer is longer
     rows = rows_of(prompts, length, device)
     while running:
         at = torch.tensor([len(ids) - 1 for ids in written], device=device)

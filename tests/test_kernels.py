@@ -1,0 +1,296 @@
+"""Each Triton kernel against its torch twin in float64: in Triton's interpreter without a GPU, on the GPU with one.
+
+Everything that a kernel must not read is filled with NaN, and everything that it must not write is compared.
+"""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import TORCH, TRITON, scores_triton
+from selector import SelectorConfig, select
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+NAN, NEVER = float("nan"), float("-inf")
+ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if (request.param == "cuda") != torch.cuda.is_available():
+        pytest.skip("the interpreter runs where there is no GPU, the kernels where there is one")
+    torch.manual_seed(0)
+    return request.param
+
+
+def dtypes(device):
+    """The interpreter has no bfloat16 dot product."""
+    return (torch.float32, torch.float16) + (torch.bfloat16,) * (device == "cuda")
+
+
+def wide(x):
+    """x in float64, if it is a floating-point tensor."""
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+
+def close(got, want, bound):
+    """got is within `bound` of want, relative to want's size; infinities are where they should be, NaN nowhere."""
+    want = want.double()
+    assert got.shape == want.shape
+    finite = want.isfinite()
+    assert torch.equal(got.double()[~finite], want[~finite])
+    error = (got.double() - want)[finite].norm() / want[finite].norm().clamp(min=1e-30)
+    assert error < bound, f"relative error {error:.1e}, bound {bound}"
+
+
+@pytest.mark.parametrize("size", [16, 80, 1000])
+def test_rms_norm_is_torchs(device, size):
+    for dtype in dtypes(device):
+        x = torch.randn(2, 3, 2 * size, device=device, dtype=dtype)[..., :size]     # rows apart from each other
+        weight = torch.rand(size, device=device, dtype=dtype) + 0.5
+        got, rounded = TRITON.rms_norm(x, weight, 1e-6), TORCH.rms_norm(x, weight, 1e-6)
+        close(got, TORCH.rms_norm(x.double(), weight.double(), 1e-6), ERROR[dtype])
+        assert (got != rounded).float().mean() < 0.05 or dtype == torch.float32     # rounds where torch rounds
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 9, 40])
+def test_linear_and_swiglu_are_torchs(device, rows):
+    for dtype in dtypes(device):
+        x, norm = torch.randn(rows, 72, device=device, dtype=dtype), torch.rand(72, device=device, dtype=dtype) + 0.5
+        weight = torch.randn(2 * 37, 72, device=device, dtype=dtype) / 8
+        residual = torch.randn(rows, 2 * 37, device=device, dtype=dtype)
+        for args in ((None, 0.0, None), (norm, 1e-6, None), (None, 0.0, residual), (norm, 1e-6, residual)):
+            close(TRITON.linear(x, weight, *args), TORCH.linear(wide(x), wide(weight), *map(wide, args)), ERROR[dtype])
+        close(TRITON.swiglu(x, weight, norm, 1e-6), TORCH.swiglu(*map(wide, (x, weight, norm)), 1e-6), ERROR[dtype])
+
+
+@pytest.mark.parametrize("kind", ["reduce", "dot"])
+def test_both_linear_kernels_cover_every_tile_edge(device, kind):
+    from kernels import launch_linear
+    for dtype in dtypes(device):
+        x = torch.randn(3, 200, device=device, dtype=dtype)
+        weight = torch.randn(74, 200, device=device, dtype=dtype) / 14
+        tile = (kind, 16, 64, 4, 3)
+        close(launch_linear(tile, x, weight, None, 0.0, None, False), TORCH.linear(wide(x), wide(weight)), ERROR[dtype])
+        one = torch.ones(200, device=device, dtype=torch.float64)
+        normed = TORCH.rms_norm(wide(x), one, 1e-6).to(dtype)
+        close(launch_linear(tile, normed, weight, None, 0.0, None, True),
+              TORCH.swiglu(wide(x), wide(weight), one, 1e-6), ERROR[dtype])
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128])
+def test_norm_and_rope_of_q_and_k_are_torchs(device, dim):
+    for dtype in dtypes(device):
+        heads, kv_heads, rows = 3, 2, 5
+        qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+        norms = [torch.rand(dim, device=device, dtype=dtype) + 0.5 for _ in range(2)]
+        angles = torch.rand(50, dim // 2, device=device) * 6
+        tables = angles.cos().to(dtype), angles.sin().to(dtype)
+        positions = torch.tensor([0, 49, 7, 7, 30], device=device)
+        got = TRITON.qk_norm_rope(qkv, kv_heads, *norms, *tables, positions, 1e-6)
+        same = TORCH.qk_norm_rope(qkv, kv_heads, *norms, *tables, positions, 1e-6)
+        want = TORCH.qk_norm_rope(wide(qkv), kv_heads, *map(wide, norms + list(tables)), positions, 1e-6)
+        for a, b, c in zip(got, same, want):
+            close(a, c, ERROR[dtype])
+            assert (a != b).float().mean() < 0.05 or dtype == torch.float32         # rounds where torch rounds
+
+
+def attend_case(device, dtype, plan, group=2, kv_heads=2, dim=16, capacity=96, slots=40, ring=0, queries=1,
+                logits=None):
+    """Arguments of attend for one step of a random cache, NaN wherever the step must not look."""
+    B = len(plan)
+    shape = dict(device=device, dtype=dtype)
+    q, k, v = (torch.randn(B, n, dim, **shape) for n in (group * kv_heads, kv_heads, kv_heads))
+    keys, values = (torch.full((2, B, kv_heads, capacity, dim), NAN, **shape)[1] for _ in range(2))
+    compact = [torch.full((B, kv_heads, slots, dim), NAN, **shape) for _ in range(2)] if slots else [None, None]
+    held = torch.full((B, ring, group * kv_heads, dim), NAN, **shape) if ring else None
+    for b, (n, start, end, slow) in enumerate(plan):
+        for full, packed in zip((keys, values), compact):
+            full[b, :, start : end - 1] = torch.randn(kv_heads, end - 1 - start, dim, **shape)
+            if slots:
+                packed[b, :, :n] = torch.randn(kv_heads, n, dim, **shape)
+        for w in range(1, min(ring, end)):
+            held[b, (end - 1 - w) % ring] = torch.randn(group * kv_heads, dim, **shape)
+    return [q, k, v, keys, values, *compact, torch.tensor(plan, dtype=torch.int32, device=device), dim ** -0.5,
+            torch.full((B, kv_heads, capacity), NAN, device=device), held, queries,
+            logits and torch.full((B, kv_heads, queries * group, capacity), 7.0, device=device, dtype=logits)]
+
+
+def check_attend(args, dtype):
+    want_args = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+    got, want = TRITON.attend(*args), TORCH.attend(*want_args)
+    close(got, want, ERROR[dtype])
+    plan, keys, logits = args[7].tolist(), args[3], args[12]
+    for b, (_, _, end, slow) in enumerate(plan):
+        for i in (3, 4, 9, 10):                                             # keys, values, key norms, ring
+            if args[i] is not None:
+                same = torch.isclose(args[i][b].double(), want_args[i][b], rtol=1e-6, atol=0, equal_nan=True)
+                assert same.all()
+        if logits is not None:
+            close(logits[b], want_args[12][b], max(ERROR[dtype], ERROR[logits.dtype]))
+    return got
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 8])
+def test_any_group_of_query_heads(device, group):
+    for dtype in dtypes(device):
+        check_attend(attend_case(device, dtype, [(17, 40, 61, 0)], group=group), dtype)
+
+
+@pytest.mark.parametrize("dim", [16, 80, 128, 256])
+def test_any_head_dim(device, dim):
+    for dtype in dtypes(device):
+        check_attend(attend_case(device, dtype, [(20, 30, 70, 0)], dim=dim), dtype)
+
+
+@pytest.mark.parametrize("compact, recent", [(0, 1), (0, 2), (1, 1), (1, 16), (15, 17), (16, 18), (17, 2), (40, 57),
+                                             (0, 96)])
+def test_any_length(device, compact, recent):
+    check_attend(attend_case(device, torch.float32, [(compact, 96 - recent, 96, 0)]), torch.float32)
+
+
+@pytest.mark.parametrize("n", [4095, 4096, 4097])
+def test_lengths_round_a_large_power_of_two(device, n):
+    check_attend(attend_case(device, torch.float32, [(0, 0, n, 1)], kv_heads=1, capacity=4160, slots=8,
+                             logits=torch.float32), torch.float32)
+
+
+def test_rows_of_different_kinds_share_a_batch(device):
+    plan = [(0, 0, 90, 1), (40, 50, 61, 0), (0, 0, 1, 0), (3, 95, 96, 0), (0, 0, 33, 1)]
+    for dtype in dtypes(device):
+        check_attend(attend_case(device, dtype, plan, ring=4, queries=3, logits=torch.float32), dtype)
+
+
+def test_rows_share_programs_where_there_are_fewer_programs_than_rows(device, monkeypatch):
+    import kernels
+    plan = [(0, 0, 90, 1), (40, 50, 61, 0), (0, 0, 1, 0)]
+    for pieces in (1, 3, 5, 100):
+        monkeypatch.setattr(kernels, "attend_tile", lambda *_: (16, 4, 2, pieces))
+        check_attend(attend_case(device, torch.float32, plan, logits=torch.float32), torch.float32)
+
+
+@pytest.mark.parametrize("end", [1, 2, 3, 40])
+def test_an_older_query_leaves_logits_over_its_own_past_only(device, end):
+    args = attend_case(device, torch.float32, [(0, 0, end, 1)], ring=5, queries=5, group=3, logits=torch.float32)
+    check_attend(args, torch.float32)
+    rows = args[12][0, 0]                                                   # [R, C]
+    for w in range(5):
+        assert (rows[w * 3 : (w + 1) * 3, : max(end - w, 0)] > NEVER).all()
+        assert (rows[w * 3 : (w + 1) * 3, max(end - w, 0) : end] == NEVER).all()
+
+
+def test_logits_are_rounded_once_to_the_buffers_dtype(device):
+    check_attend(attend_case(device, torch.float16, [(0, 0, 50, 1)], logits=torch.float16), torch.float16)
+
+
+def test_a_query_head_reads_the_kv_head_of_its_group(device):
+    args = attend_case(device, torch.float32, [(12, 40, 60, 0)], group=3)
+    for x in (args[2], args[4], args[6]):
+        x[:] = torch.arange(2, device=device)[:, None] if x.ndim == 3 else torch.arange(2, device=device)[:, None, None]
+    out = TRITON.attend(*args)
+    torch.testing.assert_close(out, (torch.arange(6, device=device) // 3)[None, :, None].expand_as(out).float())
+
+
+def test_huge_logits_do_not_overflow(device):
+    args = attend_case(device, torch.float32, [(12, 40, 60, 0)])
+    args[0] *= 1e4
+    check_attend(args, torch.float32)
+
+
+def publish_case(device, plan, layers=1, kv_heads=2, rows=2, capacity=160, dim=16, sink=4, selected=24, blind=False):
+    """Arguments of publish, NaN wherever it must not look."""
+    B = len(plan)
+    logits = torch.full((layers, B, kv_heads, rows, capacity), NAN, device=device)
+    norms = torch.full((layers, B, kv_heads, capacity), NAN, device=device)
+    keys, values = (torch.full((layers + 1, B, kv_heads, capacity, dim), NAN, device=device)[1:] for _ in range(2))
+    for b, (_, _, end, slow) in enumerate(plan):
+        for x in (keys, values):
+            x[:, b, :, :end] = torch.randn(layers, kv_heads, end, dim, device=device)
+        norms[:, b, :, :end] = keys[:, b, :, :end].norm(dim=-1)
+        if slow:
+            logits[:, b, ..., :end] = 3 * torch.randn(layers, kv_heads, rows, end, device=device)
+            if blind:                                                       # older rows see less, the last ones nothing
+                for r in range(rows):
+                    logits[:, b, :, r, max(end - end * r // (rows - 1), 0) : end] = NEVER
+    positions = torch.full((layers, B, kv_heads, selected), -1, device=device)
+    compact = [torch.full((layers, B, kv_heads, sink + selected, dim), 7.0, device=device) for _ in range(2)]
+    return [logits, norms, keys, values, torch.tensor(plan, dtype=torch.int32, device=device), sink, 32,
+            None, positions, *compact]
+
+
+SHORT = [(0, 0, n, 1) for n in (1, 3, 4, 36, 37, 45, 160)]                  # from no candidates to more than selected
+
+
+@pytest.mark.parametrize("plan, layers, knobs", [
+    ([(0, 0, 150, 1), (20, 100, 140, 0), (0, 0, 160, 1)], 2, {}), (SHORT, 1, dict(spread=8)),
+    (SHORT, 1, dict(nms_window=0, exclusivity_alpha=0)),
+    ([(0, 0, 150, 1)], 1, dict(alpha=2.0, spread=3, nms_window=20))])
+def test_publish_selects_and_copies_what_torch_does(device, plan, layers, knobs):
+    got = publish_case(device, plan, layers)
+    got[7] = SelectorConfig(**knobs)
+    want = [x.clone() if isinstance(x, torch.Tensor) else x for x in got]
+    TRITON.publish(*got)
+    TORCH.publish(*want)
+    for a, b in zip(got[8:], want[8:]):
+        assert torch.equal(a, b)
+
+
+LONG = dict(lambda_cap_multi=1.0)                                          # lambda itself, not its cap
+
+
+@pytest.mark.parametrize("kv_heads, rows, blind, knobs", [
+    (1, 1, False, {}), (2, 1, False, {}), (8, 3, True, {}), (3, 5, True, dict(alpha=0)), (3, 2, False, dict(alpha=0)),
+    (3, 5, True, dict(alpha=2.0, spread=8, nms_window=6)), (1, 2, True, dict(nms_window=1000, spread=300)),
+    (2, 3, True, dict(weight_norm=0, weight_position=0)), (1, 2, False, LONG)])
+def test_every_stage_of_the_selector_is_torchs(device, kv_heads, rows, blind, knobs):
+    """Also where the candidates fill several parts, each summed by a program of its own, and blocks of a part."""
+    plan = [(0, 0, 4600, 1)] if knobs is LONG else [(0, 0, 150, 1), (0, 0, 38, 1)]
+    logits, norms, _, _, on_device, sink, recent, *_ = publish_case(device, plan, 1, kv_heads, rows,
+                                                                    capacity=plan[0][2] + 10, blind=blind)
+    logits *= 0.1 if knobs is LONG else 1                                   # f near r
+    config = SelectorConfig(**knobs)
+    log_f, lam, log_s, exclusive, spread = scores_triton(logits, norms, on_device, sink, recent, config)
+    for b, (_, _, end, _) in enumerate(plan):
+        lo, hi = sink, end - recent
+        want = select(logits[0, b, ..., :end].double(), norms[0, b, :, :end].double(), lo, hi, 8, config)
+        stages = [x[0, b, :, lo:hi].double() for x in (log_f, log_s, exclusive, spread)]
+        stages[0] = torch.where(stages[0].isfinite().any(-1, keepdim=True), stages[0], 0).log_softmax(-1)
+        stages[2:] = [x.masked_fill(x < -1e37, NEVER) for x in stages[2:]]
+        for x, y in zip(stages, (want.log_evidence, want.log_fused, want.log_exclusive, want.log_spread)):
+            torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(lam[0, b].double(), want.lam, rtol=1e-3, atol=1e-4)
+
+
+def test_logits_may_end_before_the_cache_does(device):
+    """The bootstrap's logits hold the prompt's N positions, the cache C."""
+    got = publish_case(device, [(0, 0, 101, 1)], rows=3, blind=True)
+    got[0], got[7] = got[0][..., :101].contiguous(), SelectorConfig()
+    want = [x.clone() if isinstance(x, torch.Tensor) else x for x in got]
+    TRITON.publish(*got)
+    TORCH.publish(*want)
+    for a, b in zip(got[8:], want[8:]):
+        assert torch.equal(a, b)
+
+
+def test_a_candidate_that_no_row_sees_is_selected_before_what_is_no_candidate(device):
+    args = publish_case(device, [(0, 0, 100, 1)], rows=3, blind=True, selected=70)      # row 1 sees only [0, 50)
+    args[7] = SelectorConfig(alpha=0, lambda_cap_multi=0.0)                 # -inf where one row is
+    TRITON.publish(*args)
+    assert (args[8][..., :64] == torch.arange(4, 68, device=device)).all()
+
+
+def test_rows_that_are_fast_keep_their_selection(device):
+    args = publish_case(device, [(20, 100, 140, 0), (0, 0, 150, 1)])
+    args[7] = SelectorConfig()
+    TRITON.publish(*args)
+    for before, after in zip((-1, 7, 7), args[8:]):
+        assert (after[:, 0] == before).all() and (after[:, 1] != before).any()
+
+
+def test_every_kernel_compiles_without_spilling():
+    """For sm_80, sm_90 and sm_100; needs no GPU."""
+    script = Path(__file__).with_name("compile_kernels.py")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
