@@ -16,6 +16,9 @@ from tqdm import tqdm
 
 import fidelity
 import model as qwen3
+import plot
+import trace as traces
+import verify
 from selector import SelectorConfig
 from sfi import (PRESETS, Generation, Sampling, SFIConfig, SlowFastMemory, decode, read_prompts, sentence_tokens)
 
@@ -52,7 +55,7 @@ class Parser(argparse.ArgumentParser):
 def parser():
     p = Parser(prog="sfi.py", description="Decode a prompt with full KV and with Slow-Fast Inference, side by side.",
                allow_abbrev=False)
-    p.add_argument("--prompt", nargs="+", action="extend", required=True, metavar="FILE",
+    p.add_argument("--prompt", nargs="+", action="extend", metavar="FILE",
                    help="text file, or - for standard input; several files are one batch")
     run = p.add_argument_group("run")
     run.add_argument("--mode", choices=("full", "sfi", "both"), default="both", help="what to run (default: %(default)s)")
@@ -61,6 +64,14 @@ def parser():
     run.add_argument("--dtype", choices=tuple(DTYPES), help="(default: float32 on a CPU, the checkpoint's on CUDA)")
     run.add_argument("--max-new-tokens", type=int, default=512, help="(default: %(default)s)")
     run.add_argument("--json", action="store_true", help="print one line of JSON last on stderr")
+    shown = p.add_argument_group("what happened, in files")
+    shown.add_argument("--plot", metavar="FILE.png", help="draw the steps of SFI's text (needs matplotlib)")
+    shown.add_argument("--trace", metavar="FILE", help="run SFI once more and write every intermediate (safetensors)")
+    shown.add_argument("--trace-depth", choices=tuple(traces.DEPTHS), default="selection", help="(default: %(default)s)")
+    shown.add_argument("--trace-layers", type=span, metavar="A:B", help="layers A to B - 1 (default: all)")
+    shown.add_argument("--trace-steps", type=span, metavar="A:B", help="steps A to B - 1 (default: all)")
+    shown.add_argument("--verify", metavar="FILE", help="compare a trace, ours or a port's, with what --model computes; "
+                       "exit 0: equal, 1: differs, and says where first")
     text = p.add_argument_group("prompt format")
     kind = text.add_mutually_exclusive_group()
     kind.add_argument("--raw", dest="chat", action="store_false", default=False, help="continue the text as it is (default)")
@@ -75,6 +86,12 @@ def parser():
     add_fields(p.add_argument_group("Selector", "knobs of the scores; not given: the preset's"), SelectorConfig)
     add_fields(p.add_argument_group("sampling"), Sampling)
     return p
+
+
+def span(text):
+    """The range written as A:B."""
+    start, _, stop = text.partition(":")
+    return range(int(start), int(stop))
 
 
 def add_fields(group, cls):
@@ -255,6 +272,17 @@ def configure(arguments, longest):
     return SFIConfig.preset(arguments.preset, **knobs), retain
 
 
+def check(arguments, device, dtype):
+    """--verify: compare a trace; returns the exit code."""
+    if arguments.prompt:
+        raise ValueError("--verify takes its prompt from the trace: leave --prompt out")
+    # A trace in half precision is judged in float32.
+    model = qwen3.load(arguments.model, device, dtype or torch.float32)
+    report = verify.verify(arguments.verify, model, arguments.model)
+    print(report)
+    return report.code
+
+
 def work(arguments):
     """All that the command does; returns the exit code."""
     sampling = Sampling(**given(arguments, Sampling))
@@ -262,8 +290,21 @@ def work(arguments):
     if not arguments.thinking and not arguments.chat:
         raise ValueError("--no-thinking needs --chat")
     device = qwen3.usable(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    texts = [read_text(name) for name in arguments.prompt]
     dtype = DTYPES[arguments.dtype] if arguments.dtype else torch.float32 if device.type == "cpu" else None
+    if arguments.verify:
+        return check(arguments, device, DTYPES.get(arguments.dtype))
+    if not arguments.prompt:
+        raise ValueError("--prompt FILE is needed")
+    if arguments.mode == "full" and (arguments.plot or arguments.trace):
+        raise ValueError("--plot and --trace show SFI: they need --mode sfi or both")
+    if arguments.plot:
+        if len(arguments.prompt) > 1:
+            raise ValueError("--plot draws one prompt, not a batch")
+        plot.pyplot()                                                       # a missing matplotlib is said before the work
+    for name in (arguments.plot, arguments.trace):
+        if name and not Path(name).absolute().parent.is_dir():
+            raise ValueError(f"{Path(name).parent} is not a folder")
+    texts = [read_text(name) for name in arguments.prompt]
     model = qwen3.load(arguments.model, device, dtype)
     if model.tokenizer is None:
         raise ValueError(f"{arguments.model} has no tokenizer.json")
@@ -307,6 +348,15 @@ def decode_and_report(model, full, logits, seconds, prompts, config, retain, arg
         print(table(rows), file=sys.stderr)
     if interrupted:
         print("interrupted", file=sys.stderr)
+    elif arguments.plot:
+        full.rewind(lengths)
+        plot.draw(model, full, logits, config, runs["sfi"].generations[0].ids, arguments.plot)
+        print(f"figure: {arguments.plot}", file=sys.stderr)
+    if arguments.trace and not interrupted:
+        traces.record(arguments.trace, model, arguments.model, prompts, config, arguments.max_new_tokens,
+                      arguments.trace_depth, arguments.trace_layers, arguments.trace_steps, sampling,
+                      preset=arguments.preset)
+        print(f"trace: {arguments.trace}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"model": arguments.model, "device": str(model.device), "dtype": str(model.dtype).removeprefix("torch."),
                           "preset": arguments.preset, "config": asdict(config), "retain": retain,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import cli
@@ -61,7 +62,7 @@ def test_the_main_command_prints_both_texts_and_the_table(tmp_path):
     assert out.startswith("Full KV\n-------\n") and "\nSFI\n---\n" in out
     full = out.split("-------\n")[1].split("\nSFI\n")[0].strip()
     assert full == answer
-    for words in ("preset robust", "1,", "slow steps", "KV read", "top-1 agreement", "kept mass"):
+    for words in ("preset robust", "915 prompt tokens", "slow steps", "KV read", "top-1 agreement", "kept mass"):
         assert words in err
     report = json.loads(err.splitlines()[-1])
     assert report["preset"] == "robust" and report["retain"] == 0.15
@@ -95,6 +96,26 @@ def test_every_flag_is_taken(capsys, prompt):
     for flag, value in zip(flags[flags.index("--selected")::2], flags[flags.index("--selected") + 1::2]):
         assert str(said[flag[2:].replace("-", "_")]) in (value, f"{float(value) if value[0].isdigit() else value}")
     assert (report["dtype"], report["retain"], report["preset"]) == ("float64", None, "paper")
+
+
+def test_a_trace_is_written_and_verifies_and_a_figure_is_drawn(capsys, prompt, tmp_path):
+    pytest.importorskip("matplotlib")
+    trace, figure = tmp_path / "t.safetensors", tmp_path / "t.png"
+    common = ["--prompt", str(prompt), "--mode", "sfi", "--max-new-tokens", "12", "--device", "cpu"]
+    assert cli.main([*common, "--trace", str(trace), "--trace-depth", "tensors", "--trace-layers", "1:3", "--trace-steps",
+                     "0:4", "--plot", str(figure)]) == 0
+    assert figure.read_bytes()[:4] == b"\x89PNG"
+    capsys.readouterr()
+    assert cli.main(["--verify", str(trace), "--device", "cpu"]) == 0
+    assert "equal within tolerance" in capsys.readouterr().out
+    tensors = load_file(trace)
+    with safe_open(trace, "pt") as file:
+        metadata = file.metadata()
+    name = next(name for name in tensors if "attention" in name)
+    tensors[name].view(-1)[0] += 1
+    save_file(tensors, trace, metadata)
+    assert cli.main(["--verify", str(trace), "--device", "cpu"]) == 1
+    assert "attention" in capsys.readouterr().out
 
 
 def test_help_is_grouped_and_shows_defaults(capsys):
@@ -178,9 +199,15 @@ def test_a_prompt_that_is_missing_or_a_folder(capsys, tmp_path):
     (["--max-new-tokens", "99999"], ["99999", "16384"]), (["--chat", "--raw"], ["--raw", "--chat"]),
     (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]), (["--bogus"], ["--bogus"]),
     (["--model", "/nowhere"], ["/nowhere"]), (["--sink", "two"], ["--sink", "two"]), (["--mode", "half"], ["half"]),
-    (["--sin", "2"], ["--sin"])])
+    (["--sin", "2"], ["--sin"]), (["--trace", "/nowhere/t"], ["/nowhere"]), (["--trace-layers", "3"], ["--trace-layers"]),
+    (["--mode", "full", "--trace", "t"], ["--trace"]), (["--verify", "none.safetensors"], ["--verify", "--prompt"])])
 def test_bad_flags(capsys, prompt, flags, words):
     refused(capsys, ["--prompt", prompt, *flags], *words)
+
+
+def test_a_prompt_or_a_trace_is_needed(capsys, tmp_path):
+    refused(capsys, [], "--prompt")
+    refused(capsys, ["--verify", tmp_path / "none.safetensors"], "none.safetensors")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
