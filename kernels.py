@@ -172,20 +172,24 @@ def dot_linear_kernel(x, weight, residual, out, x_stride, M, O, I: tl.constexpr,
     finish_linear(total, residual, out, m[None, :], first + o[:, None], M, O)
 
 
-def linear_tile(M, O, gated, itemsize):
+def linear_tile(M, O, I, gated, itemsize):
     """How to run a linear layer: (kernel, outputs and inputs of a tile, warps, stages), or None for cuBLAS.
 
-    cuBLAS reads the weight too slowly only where rows are few: it has more than 8 rows, and at 5 to 8 all but the
-    widest layers.
+    Measured on one H200 in bf16 by bench/kernels.py, us against cuBLAS: Qwen3-0.6B's o_proj 3.7 against 12.9 at 1 row,
+    4.0 against 9.8 at 4, 6.1 against 7.1 at 8; 4B's gate_up 27.3 against 33.4 at 1 row. More rows are cuBLAS's.
     """
     if M == 1:
-        return "reduce", 8, 512, 4, 3
-    if M <= 4 and O <= 8192 and not gated:
+        if gated:
+            return "reduce", 8, 512, 4, 3
+        return ("reduce", 16, 256, 4, 4) if O > I else ("reduce", 4, 512, 4, 4)
+    if M <= 4 and not gated and (O <= 8192 if M == 2 else O * I <= 2**22):
         return "reduce", 4, 512, 4, 3
-    if M <= 4:
+    if M <= 4 and (gated or O > I):
         return "dot", 32, 256 // itemsize, 4, 4
     if M <= 8 and (gated or O > 8192):
         return "dot", 64, 256 // itemsize, 4, 4
+    if M <= 8 and O * I <= 2**21:
+        return "dot", 16, 512 // itemsize, 4, 4
     return None
 
 
@@ -211,7 +215,7 @@ def linear_triton(x, weight, norm=None, eps=0.0, residual=None):
     Many rows (prefill), and the cases that linear_tile names, are left to cuBLAS on purpose.
     """
     card(x.device)                          # the first operation of any step: refuses a card that is too old
-    tile = linear_tile(x.shape[0], weight.shape[0], False, x.element_size())
+    tile = linear_tile(x.shape[0], *weight.shape, False, x.element_size())
     if norm is not None and x.shape[0] > 1:
         x, norm = rms_norm_triton(x, norm, eps), None
     if tile is None:
@@ -238,7 +242,7 @@ def silu_mul_kernel(gate_up, out, O, BLOCK: tl.constexpr):
 def swiglu_triton(x, gate_up, norm, eps):
     """As swiglu_torch: one launch for a single row, norm and linear for few, norm, cuBLAS and silu_mul for many."""
     O = gate_up.shape[0] // 2
-    tile = linear_tile(x.shape[0], O, True, x.element_size())
+    tile = linear_tile(x.shape[0], O, gate_up.shape[1], True, x.element_size())
     if x.shape[0] > 1:
         x, norm = rms_norm_triton(x, norm, eps), None
     if tile is not None:

@@ -361,6 +361,10 @@ class Stepper:
         graph.replay()
         return result
 
+    def confidence(self, logits):
+        """The probability of the likeliest token, for logits [B, V] -> [B]: what `doubt` is compared with."""
+        return logits.softmax(-1).amax(-1)
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -476,7 +480,7 @@ def decode(model, memory, logits, config, max_new_tokens, sentences=((), ()), st
         read = [compact + end - start for compact, start, end, _ in rows]
         if config.doubt:
             again = [reason is None and not over and trigger.doubts(step + 1, sure) for reason, over, trigger, sure
-                     in zip(reasons, ended, triggers, logits.softmax(-1).amax(-1).tolist())]
+                     in zip(reasons, ended, triggers, stepper.confidence(logits).tolist())]
             if any(again):
                 # Same token, same position: its cache row is written over. The other rows only repeat themselves.
                 rows = [(0, 0, row[2], 1) if redo else (*row[:3], 0) for row, redo in zip(rows, again)]

@@ -376,18 +376,20 @@ class SignalStepper(Stepper):
         self.signal, self.watch, self.best = signal, watch, logits.max()
 
     def __call__(self, tokens, rows):
-        logits, token, probability = super().__call__(tokens, rows)
-        best = logits.max()
-        if rows[0][1] == 0:
-            self.best = best
+        self.dense = rows[0][1] == 0
+        logits, token = super().__call__(tokens, rows)
+        if self.dense:
+            self.best = logits.max()
+        return logits, token
+
+    def confidence(self, logits):
         p = logits.double().softmax(-1)
         first, second = p.topk(2).values[0]
-        value = {"probability": lambda: probability,
-                 "entropy": lambda: torch.special.entr(p).sum().neg().exp()[None],
-                 "margin": lambda: (first - second)[None],
-                 "drop": lambda: (best - self.best).clamp(max=0).exp()[None],
-                 "sink": lambda: torch.tensor([1 - self.watch.means()[-1][2]] if rows[0][1] else [1.0])}[self.signal]()
-        return logits, token, value
+        return {"probability": lambda: first[None],
+                "entropy": lambda: torch.special.entr(p).sum().neg().exp()[None],
+                "margin": lambda: (first - second)[None],
+                "drop": lambda: (logits.max() - self.best).clamp(max=0).exp()[None],
+                "sink": lambda: torch.tensor([1.0 if self.dense else 1 - self.watch.means()[-1][2]])}[self.signal]()
 
 
 def stepper_of(model, memory, method, logits, watched):
