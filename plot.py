@@ -89,7 +89,7 @@ def trace(model, full, logits, config, ids, memory=SlowFastMemory):
     prompt, total = full.lengths[0], full.lengths[0] + len(ids)
     memory = memory(model, full, config, group=1)
     place = torch.arange(total) * ROWS // total                             # position -> row of the map
-    supports, seen = {}, {}                                                 # by (N, layer): the last pass of a step counts
+    supports, seen = {}, {}                                              # by (N, layer): the last pass of a step counts
 
     def see(layer, b, p, row):
         _, start, n, slow = row
@@ -143,7 +143,8 @@ def draw(model, full, logits, config, ids, path, title="Slow-Fast Inference, ste
         for axes in (top, below):
             axes.axvspan(step - 0.5, step + 0.5, color=SLOW, alpha=0.35 if axes is top else 1, linewidth=0)
     top.plot(x, seen.kept.mean((1, 2)), color=KEPT, label="kept mass: attention on what the fast step reads")
-    top.plot(x, seen.overlap.mean((1, 2)), color=OVERLAP, label=f"overlap of the {SUPPORT} most attended tokens with the "
+    top.plot(x, seen.overlap.mean((1, 2)), color=OVERLAP,
+             label=f"overlap of the {SUPPORT} most attended tokens with the "
              "step before")
     top.fill_between([], [], color=SLOW, alpha=0.6, label="slow step: reads everything, selects anew")
     top.plot([], [], color=STARTS, linewidth=0.9, linestyle=dashes, label="a sentence starts")
@@ -154,7 +155,8 @@ def draw(model, full, logits, config, ids, path, title="Slow-Fast Inference, ste
                          extent=(0.5, len(ids) - 0.5, 0, seen.total), interpolation="nearest")
     below.text(2, full.lengths[0] - len(ids) - config.recent / 2, "recent", va="center", color="white")
     below.set(xlabel="step (generated token)", ylabel="position in the context: selected in blue")
-    figure.colorbar(image, ax=below, label="KV heads that read there", pad=0.01, fraction=0.04).ax.yaxis.set_major_formatter(
+    figure.colorbar(image, ax=below, label="KV heads that read there", pad=0.01,
+                    fraction=0.04).ax.yaxis.set_major_formatter(
         lambda share, _: f"{100 * share:.0f} %")
     save(figure, path)
 
@@ -201,7 +203,8 @@ def draw_stability(found, path):
     layers = len(within)
     colours = plt.get_cmap("viridis")
     for layer in range(layers):
-        heads.scatter(across[layer], within[layer], color=colours(layer / max(1, layers - 1)), s=22, label=f"layer {layer}")
+        heads.scatter(across[layer], within[layer], color=colours(layer / max(1, layers - 1)), s=22,
+                      label=f"layer {layer}")
     heads.plot([0, 1], [0, 1], color=STARTS, linewidth=0.8, zorder=0)
     heads.set(xlim=(0, 1), ylim=(0, 1), xlabel="across a sentence start", ylabel="inside a sentence",
               title="Overlap of consecutive supports, each KV head", aspect="equal")
@@ -249,7 +252,8 @@ def needle(grids, depths, lengths, path):
     figure, axes = plt.subplots(1, len(grids), figsize=(2.3 * len(grids) + 0.8, 3), sharey=True, squeeze=False,
                                 layout="constrained")
     for ax, (name, grid) in zip(axes[0], grids.items()):
-        image = ax.imshow([[100 * value for value in row] for row in grid], vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+        image = ax.imshow([[100 * value for value in row] for row in grid], vmin=0, vmax=100, cmap="RdYlGn",
+                          aspect="auto")
         for i, row in enumerate(grid):
             for j, value in enumerate(row):
                 ax.text(j, i, f"{100 * value:.0f}", ha="center", va="center")
@@ -274,7 +278,8 @@ def main(argv=None):
     p.add_argument("--documents", type=int, default=6)
     p.add_argument("--seed", type=int, default=500_000)
     p.add_argument("--retain", type=float, default=0.12, help="K as a fraction of the prompt (default: %(default)s)")
-    p.add_argument("--output", default=str(root / "bench" / "results" / "stability.png"), help="numbers go beside it, as JSON")
+    p.add_argument("--output", default=str(root / "bench" / "results" / "stability.png"),
+                   help="numbers go beside it, as JSON")
     arguments = p.parse_args(argv)
     pyplot()
     model = qwen3.load(arguments.model, dtype=torch.float32)
@@ -284,7 +289,8 @@ def main(argv=None):
         cases.append([model.tokenizer.encode(part) for part in (document.prompt, document.answer + text.END)])
 
     def config(tokens):
-        return {name: SFIConfig.preset(name, selected=round(arguments.retain * tokens), policy="interval", refresh_interval=64)
+        return {name: SFIConfig.preset(name, selected=round(arguments.retain * tokens), policy="interval",
+                                       refresh_interval=64)
                 for name in ("paper", "robust")}
 
     found = stability(model, cases, config)

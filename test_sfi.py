@@ -263,7 +263,8 @@ WORD, STOP, SPACE = 50, 13, 220
      [None, None, "sentence", None, None, "interval"]),
     ([STOP, WORD] * 2, SFIConfig(refresh_interval=2, min_gap=0), [None, "sentence", None, "sentence"]),
     ([WORD] * 3, SFIConfig(refresh_interval=0), ["interval"] * 3),
-    ([STOP, WORD] * 3, SFIConfig(policy="interval", refresh_interval=4, min_gap=0), [None] * 3 + ["interval", None, None]),
+    ([STOP, WORD] * 3, SFIConfig(policy="interval", refresh_interval=4, min_gap=0),
+     [None] * 3 + ["interval", None, None]),
     ([STOP, WORD] * 2, SFIConfig(policy="never", min_gap=0, refresh_interval=1), [None] * 4),
     ([WORD] * 2, SFIConfig(policy="always"), ["always"] * 2),
 ])

@@ -71,7 +71,8 @@ def timed(calls, repeats=9):
 def read_kernel(x, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for step in tl.range(0, STEPS, num_stages=3):
-        total += tl.load(x + (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + tl.arange(0, BLOCK)).to(tl.float32)
+        total += tl.load(x + (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + tl.arange(0,
+                                                                                                BLOCK)).to(tl.float32)
     tl.store(out + tl.program_id(0), tl.sum(total))
 
 
@@ -93,12 +94,14 @@ def _():
     return 2**31, [lambda: read_kernel[(2**30 // 8192 // 16,)](x, y, 0, 8192, 16, num_warps=8)]
 
 
-def attend_args(B, N, heads=16, kv_heads=8, dim=128, fast=False, logits=None, queries=1, dtype=torch.bfloat16, selected=2048,
+def attend_args(B, N, heads=16, kv_heads=8, dim=128, fast=False, logits=None, queries=1, dtype=torch.bfloat16,
+                selected=2048,
                 recent=288):
     keys, values = (torch.empty(B, kv_heads, N, dim, device="cuda", dtype=dtype).normal_() for _ in range(2))
     compact = [empty(B, kv_heads, 4 + selected, dim, dtype=dtype) if fast or logits else None for _ in range(2)]
     row = (4 + selected, N - recent, N, 0) if fast else (0, 0, N, 1)
-    return [empty(B, heads, dim, dtype=dtype), empty(B, kv_heads, dim, dtype=dtype), empty(B, kv_heads, dim, dtype=dtype),
+    return [empty(B, heads, dim, dtype=dtype), empty(B, kv_heads, dim, dtype=dtype),
+            empty(B, kv_heads, dim, dtype=dtype),
             keys, values, *compact, torch.tensor([row] * B, dtype=torch.int32, device="cuda"), dim ** -0.5,
             torch.empty(B, kv_heads, N, device="cuda"),
             empty(B, 16, heads, dim, dtype=dtype) if queries > 1 else None, queries,
@@ -131,7 +134,8 @@ for tile in ((128, 4, 3, 16), (128, 4, 3, 32), (64, 4, 3, 32), (64, 4, 4, 16), (
     attend_case("dense", 1, 131072, tile)
 for tile in ((128, 4, 3, 2), (64, 4, 3, 4), (64, 4, 4, 4), (128, 4, 3, 4)):
     attend_case("dense", 8, 32768, tile)
-for tile in ((64, 4, 3, 8), (64, 4, 3, 16), (64, 4, 3, 37), (32, 4, 3, 16), (32, 4, 4, 32), (64, 4, 2, 16), (128, 4, 2, 16)):
+for tile in ((64, 4, 3, 8), (64, 4, 3, 16), (64, 4, 3, 37), (32, 4, 3, 16), (32, 4, 4, 32), (64, 4, 2, 16),
+             (128, 4, 2, 16)):
     attend_case("fast", 1, 8192, tile, fast=True)
 for tile in ((64, 4, 3, 4), (64, 4, 3, 8), (64, 4, 2, 12), (32, 4, 4, 8), (128, 4, 3, 4), (128, 4, 2, 8)):
     attend_case("fast", 4, 8192, tile, fast=True)
@@ -157,7 +161,8 @@ def linear_case(model, role, M, O, I, how, gated=False, tile=None):
                     kernels.silu_mul_kernel[(M, triton.cdiv(O, 1024))](y, out, O, 1024)
                 return y
             if tile is None:
-                return TRITON.swiglu(x, w, norm, 1e-6) if gated else TRITON.linear(x, w, norm if normed else None, 1e-6, residual)
+                return TRITON.swiglu(x, w, norm, 1e-6) if gated else TRITON.linear(x, w, norm if normed else None, 1e-6,
+                                                                                   residual)
             fused = normed and tile[0] == "reduce" and tile[-1] == "fused"
             y = TRITON.rms_norm(x, norm, 1e-6) if normed and not fused else x
             return kernels.launch_linear(tile[:5], y, w, norm if fused else None, 1e-6, residual, gated)
@@ -165,20 +170,27 @@ def linear_case(model, role, M, O, I, how, gated=False, tile=None):
 
 
 for model, c in MODELS.items():
-    roles = {"qkv": ((c["heads"] + 2 * c["kv_heads"]) * c["dim"], c["hidden"]), "o": (c["hidden"], c["heads"] * c["dim"]),
-             "gate_up": (c["mlp"], c["hidden"]), "down": (c["hidden"], c["mlp"]), "head": (c["vocabulary"], c["hidden"])}
+    roles = {"qkv": ((c["heads"] + 2 * c["kv_heads"]) * c["dim"], c["hidden"]),
+             "o": (c["hidden"], c["heads"] * c["dim"]),
+             "gate_up": (c["mlp"], c["hidden"]), "down": (c["hidden"], c["mlp"]),
+             "head": (c["vocabulary"], c["hidden"])}
     for role, (O, I) in roles.items():
         for M in (1, 2, 4, 6, 8):
             gated = role == "gate_up"
             linear_case(model, role, M, O, I, "cublas", gated)
             linear_case(model, role, M, O, I, "*", gated)
-            tiles = {1: [("reduce", 8, 512, 4, 3, "fused"), ("reduce", 4, 1024, 4, 3, "fused"), ("reduce", 4, 512, 4, 4, "fused"),
+            tiles = {1: [("reduce", 8, 512, 4, 3, "fused"), ("reduce", 4, 1024, 4, 3, "fused"),
+                         ("reduce", 4, 512, 4, 4, "fused"),
                          ("reduce", 16, 256, 4, 4, "fused"), ("reduce", 8, 512, 4, 3)],
-                     2: [("reduce", 4, 512, 4, 3, "fused"), ("reduce", 4, 512, 4, 3), ("dot", 32, 128, 4, 4), ("dot", 16, 256, 4, 4)],
-                     4: [("reduce", 4, 512, 4, 3, "fused"), ("reduce", 4, 512, 4, 3), ("reduce", 2, 1024, 4, 3), ("dot", 32, 128, 4, 4),
+                     2: [("reduce", 4, 512, 4, 3, "fused"), ("reduce", 4, 512, 4, 3), ("dot", 32, 128, 4, 4),
                          ("dot", 16, 256, 4, 4)],
-                     6: [("reduce", 2, 512, 4, 3), ("dot", 32, 128, 4, 4), ("dot", 64, 128, 4, 4), ("dot", 16, 256, 4, 4)],
-                     8: [("reduce", 2, 512, 4, 3), ("dot", 32, 128, 4, 4), ("dot", 64, 128, 4, 4), ("dot", 16, 256, 4, 4)]}[M]
+                     4: [("reduce", 4, 512, 4, 3, "fused"), ("reduce", 4, 512, 4, 3), ("reduce", 2, 1024, 4, 3),
+                         ("dot", 32, 128, 4, 4),
+                         ("dot", 16, 256, 4, 4)],
+                     6: [("reduce", 2, 512, 4, 3), ("dot", 32, 128, 4, 4), ("dot", 64, 128, 4, 4),
+                         ("dot", 16, 256, 4, 4)],
+                     8: [("reduce", 2, 512, 4, 3), ("dot", 32, 128, 4, 4), ("dot", 64, 128, 4, 4),
+                         ("dot", 16, 256, 4, 4)]}[M]
             for tile in tiles:
                 if not (role == "head" and tile[:2] == ("dot", 16)):
                     linear_case(model, role, M, O, I, " ".join(map(str, tile)), gated, tile)
@@ -200,7 +212,8 @@ for model, c in MODELS.items():
 
 def publish_args(n, B, N, rows, spread, G=8, D=128, K=2048):
     keys, values = (torch.empty(n, B, G, N, D, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2))
-    return [empty(n, B, G, rows, N).mul_(2), keys.float().norm(dim=-1) if n * B * N < 2**19 else empty(n, B, G, N, dtype=torch.float32).abs_().add_(9),
+    return [empty(n, B, G, rows, N).mul_(2), keys.float().norm(dim=-1) if n * B * N < 2**19
+            else empty(n, B, G, N, dtype=torch.float32).abs_().add_(9),
             keys, values, torch.tensor([(0, 0, N, 1)] * B, dtype=torch.int32, device="cuda"), 4, 256,
             SelectorConfig(spread=8, alpha=2.0) if spread else SelectorConfig(),
             torch.zeros(n, B, G, K, dtype=torch.int64, device="cuda"), *(empty(n, B, G, 4 + K, D) for _ in range(2))]
@@ -245,7 +258,8 @@ def publish_case(n, B, N, rows, spread=False):
         return x.nbytes, [lambda: x.topk(2048, sorted=False)]
 
 
-for n, B, N in ((1, 1, 32768), (1, 1, 131072), (7, 1, 8192), (7, 1, 32768), (7, 1, 131072), (7, 4, 32768), (7, 8, 131072)):
+for n, B, N in ((1, 1, 32768), (1, 1, 131072), (7, 1, 8192), (7, 1, 32768), (7, 1, 131072), (7, 4, 32768),
+                (7, 8, 131072)):
     publish_case(n, B, N, 2)
 publish_case(7, 1, 131072, 4)
 publish_case(7, 1, 131072, 16, True)
@@ -298,10 +312,12 @@ def check_publish(rows, spread):
     twin[0], twin[1] = twin[0].double(), twin[1].double()
     TRITON.publish(*args)
     TORCH.publish(*twin)
-    lost = sum(1 for a, b in zip(args[8].flatten(0, 2).tolist(), twin[8].flatten(0, 2).tolist()) for p in a if p not in set(b))
+    lost = sum(1 for a, b in zip(args[8].flatten(0, 2).tolist(), twin[8].flatten(0, 2).tolist()) for p in a
+               if p not in set(b))
     check(f"publish {rows} rows{' spread' if spread else ''}: positions that differ", lost / args[8].numel(), 1e-4)
     kept = args[8][0, 0, 0]
-    copied = torch.equal(args[9][0, 0, 0, 4:], args[2][0, 0, 0][kept]) and torch.equal(args[10][0, 0, 0, 4:], args[3][0, 0, 0][kept])
+    copied = torch.equal(args[9][0, 0, 0, 4:], args[2][0, 0, 0][kept]) and torch.equal(args[10][0, 0, 0, 4:],
+                                                                                       args[3][0, 0, 0][kept])
     check(f"publish {rows} rows: copied exactly", 0.0 if copied else 1.0, 0)
 
 
@@ -309,9 +325,11 @@ def check_linear(dtype, c, M, bound):
     x, norm = empty(M, c["hidden"], dtype=dtype), empty(c["hidden"], dtype=dtype)
     w, both = (empty(n, c["hidden"], dtype=dtype).div_(32) for n in (4096, 2 * c["mlp"]))
     args = (x, w, norm, 1e-6, empty(M, 4096, dtype=dtype))
-    check(f"linear {str(dtype)[6:]} {M} x {c['hidden']}", error(TRITON.linear(*args), TORCH.linear(*map(wide, args))), bound)
+    check(f"linear {str(dtype)[6:]} {M} x {c['hidden']}", error(TRITON.linear(*args), TORCH.linear(*map(wide, args))),
+          bound)
     args = (x, both, norm, 1e-6)
-    check(f"swiglu {str(dtype)[6:]} {M} x {c['hidden']}", error(TRITON.swiglu(*args), TORCH.swiglu(*map(wide, args))), 2 * bound)
+    check(f"swiglu {str(dtype)[6:]} {M} x {c['hidden']}", error(TRITON.swiglu(*args), TORCH.swiglu(*map(wide, args))),
+          2 * bound)
 
 
 def check_rope(dtype, c, bound):
@@ -335,7 +353,8 @@ def compile_ahead(workers):
     start = time.time()
     command = [sys.executable, __file__, "--workers", str(workers)]
     runs = [subprocess.Popen([*command, "--worker", str(i)], stdout=subprocess.DEVNULL) for i in range(workers)]
-    print(f"compiled by {workers} processes: exit codes {set(r.wait() for r in runs)}, {time.time() - start:.0f} s", flush=True)
+    print(f"compiled by {workers} processes: exit codes {set(r.wait() for r in runs)}, {time.time() - start:.0f} s",
+          flush=True)
 
 
 def main():
@@ -348,7 +367,8 @@ def main():
     cases = [(name, make) for name, make in CASES if options.only in name or name in ("copy", "read")]
     if options.worker is not None:
         small = [(name, make) for name, make in cases if "B=8 128K" not in name and "head" not in name]
-        for run in ([lambda make=make: make()[1][0]() for _, make in small] + CHECKS)[options.worker :: options.workers]:
+        for run in ([lambda make=make: make()[1][0]() for _,
+                     make in small] + CHECKS)[options.worker :: options.workers]:
             run()
             torch.cuda.synchronize()
         return
@@ -369,7 +389,8 @@ def main():
         share = nbytes / seconds / DONE["copy"]
         print(f"{name:52} {seconds * 1e6:9.1f} {nbytes / seconds / 1e12:7.2f} {share:8.1%}", flush=True)
         del calls
-    print(json.dumps({name: value if isinstance(value, list) else float(f"{value:.4g}") for name, value in DONE.items()}))
+    print(json.dumps({name: value if isinstance(value, list) else float(f"{value:.4g}") for name,
+                      value in DONE.items()}))
 
 
 if __name__ == "__main__":

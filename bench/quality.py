@@ -246,7 +246,8 @@ def needle(model, length, depth, seed, haystack=None):
     group = f"{length} {depth:g} deep"
     if turn:
         return turn_case(model, name, group, f"{body}Question: {turn.question}\nAnswer:", turn)
-    return marked_case(model, name, group, f"{body}What is the pass key? The pass key is", f" {key}", [(1, 1 + len(key))],
+    return marked_case(model, name, group, f"{body}What is the pass key? The pass key is", f" {key}",
+                       [(1, 1 + len(key))],
                        lambda written: {"free_right": (float(key in written), 1)})
 
 
@@ -258,7 +259,8 @@ def text_cases(model, files, lengths, count):
         for length in lengths:
             if len(ids) < length + count:
                 raise ValueError(f"{name} has {len(ids)} tokens, fewer than {length} + {count}")
-            cases.append(Case(f"{length} {Path(name).name}", f"{length} text", ids[-length - count : -count], ids[-count:]))
+            cases.append(Case(f"{length} {Path(name).name}", f"{length} text", ids[-length - count : -count],
+                              ids[-count:]))
     return cases
 
 
@@ -269,7 +271,8 @@ def chronicle_lines(length, count, seed):
     for i in range(count):
         documents = [text.make_document(seed + 4 * i + j, length, text.LAYOUTS[i % 2]) for j in range(4)]
         asked = [re.search(r"about (\w+)", d.turns[0].question)[1] for d in documents]
-        line = dict(context=documents[0].body, input=documents[0].turns[0].question, answers=[documents[0].answer.strip()])
+        line = dict(context=documents[0].body, input=documents[0].turns[0].question,
+                    answers=[documents[0].answer.strip()])
         answers = [d.answer.strip().replace(name, asked[0]) for d, name in zip(documents, asked)]
         right = i % 4
         answers.insert(right, answers.pop(0))
@@ -556,7 +559,8 @@ COLUMNS = {                     # heading: measure, its scale, digits, group wit
     "KV read %": ("read", 100, 1, ""),
     "slow steps %": ("slow", 100, 1, ""),
 }
-INTERVALS = ("values right %", "values right % clustered", "values right % scattered", "KL all", "KL values")    # shown with their interval
+# shown with their interval
+INTERVALS = ("values right %", "values right % clustered", "values right % scattered", "KL all", "KL values")
 
 
 def table(results, methods, group):
@@ -573,7 +577,8 @@ def table(results, methods, group):
         rows.append((method.name, row))
     headings = [h for h in COLUMNS if any(h in row for _, row in rows)]
     lines = ["| method | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]
-    return "\n".join(lines + [f"| {name} | " + " | ".join(row.get(h, "-") for h in headings) + " |" for name, row in rows])
+    return "\n".join(lines + [f"| {name} | " + " | ".join(row.get(h, "-") for h in headings) + " |" for name,
+                              row in rows])
 
 
 def report(results, methods, groups):
@@ -680,7 +685,8 @@ def why_report(found):
     """What `why` found, as Markdown."""
     lookup = found["lookup"]
     lines = ["Attention on a value's source in the step that predicts it, by layer and KV head (%)", "",
-             "| layer | " + " | ".join(f"head {g}" for g in range(len(lookup[0]))) + " |", "|---" * (1 + len(lookup[0])) + "|"]
+             "| layer | " + " | ".join(f"head {g}" for g in range(len(lookup[0]))) + " |",
+             "|---" * (1 + len(lookup[0])) + "|"]
     lines += [f"| {layer} | " + " | ".join(f"{100 * x:.0f}" for x in row) + " |" for layer, row in enumerate(lookup)]
     steps = [d for d in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if d < len(found["ahead"])]
     lines += ["", "The same, so many steps earlier, mean of the heads that look up (%)", "",
@@ -762,7 +768,8 @@ def evaluate(argv, jobs, results, watched):
 def chosen_methods(arguments):
     """The methods of a command, K and --methods applied. Raises ValueError for a name that it does not have."""
     known = {"curve": [PAPER, ROBUST, SURE, RECENCY, EVIDENCE, EXACT], "needle": [PAPER, ROBUST, SURE, RECENCY],
-             "why": [PAPER, QUALITY, ROBUST], "file": [PAPER, ROBUST, SURE, RECENCY]}.get(arguments.command, METHODS[1:])
+             "why": [PAPER, QUALITY, ROBUST], "file": [PAPER, ROBUST, SURE, RECENCY]}.get(arguments.command,
+                                                                                          METHODS[1:])
     if arguments.command == "doubt":
         known = [replace(SURE, name="no doubt", knobs=DOUBT | dict(doubt=0.0))] + [
             replace(SURE, name=f"{signal} < {threshold:g}", knobs=DOUBT | dict(doubt=threshold), signal=signal)
@@ -774,7 +781,8 @@ def chosen_methods(arguments):
     chosen = [by_name[name] for name in (by_name if arguments.methods is None else arguments.methods)]
     chosen += [custom(text) for text in arguments.tried]
     if arguments.command == "curve":
-        return [replace(m, name=f"{m.name} @ {budget:g}", budget=budget) for m in chosen for budget in arguments.budgets]
+        return [replace(m, name=f"{m.name} @ {budget:g}", budget=budget) for m in chosen
+                for budget in arguments.budgets]
     return chosen
 
 
@@ -806,7 +814,8 @@ def main(argv=None):
         path.write_text(json.dumps(found))
         shown = why_report(found)
     else:
-        results = Results(path, {"command": arguments.command, "model": arguments.model, "dtype": arguments.dtype}, methods)
+        results = Results(path, {"command": arguments.command, "model": arguments.model, "dtype": arguments.dtype},
+                          methods)
         evaluate(argv, arguments.jobs, results, arguments.watch)
         wanted = {case.name for case in cases}
         results.cells = {name: row for name, row in results.cells.items() if name in wanted}
@@ -814,7 +823,8 @@ def main(argv=None):
         if arguments.command == "curve":
             plot.curve(curve_points(results, methods, groups[0]), path.with_suffix(".png"))
         if arguments.command == "needle":
-            grids = {m.name: [[results.pooled(m.name, "right_value", f"{length} {depth:g} ")[0] for length in arguments.lengths]
+            grids = {m.name: [[results.pooled(m.name, "right_value", f"{length} {depth:g} ")[0]
+                               for length in arguments.lengths]
                               for depth in arguments.depths] for m in [FULL, *methods]}
             plot.needle(grids, arguments.depths, arguments.lengths, path.with_suffix(".png"))
             shown = needle_table(grids, arguments.depths, arguments.lengths) + "\n\n" + shown
@@ -826,7 +836,8 @@ def needle_table(grids, depths, lengths):
     """Values right (%) by depth and length, a column of lengths per method, as Markdown."""
     lines = ["values right, %", "", "| depth | " + " | ".join(f"{name} {n}" for name in grids for n in lengths) + " |",
              "|---" * (1 + len(grids) * len(lengths)) + "|"]
-    return "\n".join(lines + [f"| {100 * depth:g} % | " + " | ".join(f"{100 * x:.0f}" for grid in grids.values() for x in grid[i])
+    return "\n".join(lines + [f"| {100 * depth:g} % | " + " | ".join(f"{100 * x:.0f}" for grid in grids.values()
+                                                                     for x in grid[i])
                               + " |" for i, depth in enumerate(depths)])
 
 

@@ -102,7 +102,8 @@ def test_a_trace_is_written_and_verifies_and_a_figure_is_drawn(capsys, prompt, t
     pytest.importorskip("matplotlib")
     trace, figure = tmp_path / "t.safetensors", tmp_path / "t.png"
     common = ["--prompt", str(prompt), "--mode", "sfi", "--max-new-tokens", "12", "--device", "cpu"]
-    assert cli.main([*common, "--trace", str(trace), "--trace-depth", "tensors", "--trace-layers", "1:3", "--trace-steps",
+    assert cli.main([*common, "--trace", str(trace), "--trace-depth", "tensors", "--trace-layers", "1:3",
+                     "--trace-steps",
                      "0:4", "--plot", str(figure)]) == 0
     assert figure.read_bytes()[:4] == b"\x89PNG"
     capsys.readouterr()
@@ -130,7 +131,8 @@ def test_help_is_grouped_and_shows_defaults(capsys):
 
 def test_chat_uses_the_template(capsys, prompt):
     for flags in ([], ["--no-thinking"]):
-        assert cli.main(["--prompt", str(prompt), "--chat", *flags, "--mode", "full", "--max-new-tokens", "2", "--device",
+        assert cli.main(["--prompt", str(prompt), "--chat", *flags, "--mode", "full", "--max-new-tokens", "2",
+                         "--device",
                          "cpu", "--json"]) == 0
         tokens = json.loads(capsys.readouterr().err.splitlines()[-1])["prompts"][0]["prompt_tokens"]
         if not flags:
@@ -139,7 +141,8 @@ def test_chat_uses_the_template(capsys, prompt):
 
 
 def test_standard_input_and_a_batch(prompt, capsys):
-    code, alone, _ = shell("--prompt", "-", "--mode", "sfi", "--max-new-tokens", "8", "--selected", "30", "--device", "cpu",
+    code, alone, _ = shell("--prompt", "-", "--mode", "sfi", "--max-new-tokens", "8", "--selected", "30", "--device",
+                           "cpu",
                            input=prompt.read_bytes())
     assert code == 0
     other = prompt.with_name("other.txt")
@@ -157,7 +160,8 @@ def test_a_broken_pipe_is_no_traceback(prompt):
 
 
 def test_ctrl_c_ends_with_what_was_written(prompt):
-    process = start("--prompt", prompt, "--max-new-tokens", "15000", "--mode", "full", "--device", "cpu", "--temperature", "2")
+    process = start("--prompt", prompt, "--max-new-tokens", "15000", "--mode", "full", "--device", "cpu",
+                    "--temperature", "2")
     assert process.stdout.read(1)                           # it is writing
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
@@ -189,17 +193,20 @@ def test_a_prompt_that_is_missing_or_a_folder(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--sink", "-1"], ["sink", "-1"]), (["--selected", "-5"], ["selected", "-5"]), (["--alpha", "nan"], ["alpha", "nan"]),
+    (["--sink", "-1"], ["sink", "-1"]), (["--selected", "-5"], ["selected", "-5"]),
+    (["--alpha", "nan"], ["alpha", "nan"]),
     (["--theta", "0"], ["theta"]), (["--doubt", "inf"], ["doubt", "inf"]), (["--retain", "1.5"], ["retain", "1.5"]),
     (["--retain", "nan"], ["retain", "nan"]), (["--evidence-queries", "0"], ["evidence_queries", "0"]),
     (["--retain", "0.1", "--selected", "9"], ["--retain", "--selected"]), (["--preset", "best"], ["preset", "best"]),
     (["--policy", "often"], ["policy", "often"]), (["--temperature", "-1"], ["temperature", "-1"]),
-    (["--temperature", "nan"], ["temperature"]), (["--temperature", "inf"], ["temperature"]), (["--top-k", "-1"], ["top_k"]),
+    (["--temperature", "nan"], ["temperature"]), (["--temperature", "inf"], ["temperature"]),
+    (["--top-k", "-1"], ["top_k"]),
     (["--top-p", "0"], ["top_p"]), (["--min-p", "2"], ["min_p"]), (["--max-new-tokens", "0"], ["max_new_tokens", "0"]),
     (["--max-new-tokens", "99999"], ["99999", "16384"]), (["--chat", "--raw"], ["--raw", "--chat"]),
     (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]), (["--bogus"], ["--bogus"]),
     (["--model", "/nowhere"], ["/nowhere"]), (["--sink", "two"], ["--sink", "two"]), (["--mode", "half"], ["half"]),
-    (["--sin", "2"], ["--sin"]), (["--trace", "/nowhere/t"], ["/nowhere"]), (["--trace-layers", "3"], ["--trace-layers"]),
+    (["--sin", "2"], ["--sin"]), (["--trace", "/nowhere/t"], ["/nowhere"]),
+    (["--trace-layers", "3"], ["--trace-layers"]),
     (["--mode", "full", "--trace", "t"], ["--trace"]), (["--verify", "none.safetensors"], ["--verify", "--prompt"])])
 def test_bad_flags(capsys, prompt, flags, words):
     refused(capsys, ["--prompt", prompt, *flags], *words)

@@ -115,7 +115,8 @@ def test_triton_selects_decides_and_writes_like_torch_in_fp32(config):
 
     def publish(logits, norms, keys, values, plan, sink, recent, selector, positions, *compact):
         end = plan[0, 2].item()
-        scores.extend(select(z[..., :end], norm[..., :end], sink, end - recent, positions.shape[-1], selector).log_spread
+        scores.extend(select(z[..., :end], norm[..., :end], sink, end - recent, positions.shape[-1],
+                             selector).log_spread
                       for z, norm in zip(logits[:, 0], norms[:, 0]))
         kernels.publish_torch(logits, norms, keys, values, plan, sink, recent, selector, positions, *compact)
 
@@ -130,7 +131,7 @@ def test_triton_selects_decides_and_writes_like_torch_in_fp32(config):
             for head, (ours, theirs) in enumerate(zip(a[layer, 0].tolist(), b[layer, 0].tolist())):
                 score = scores[step * layers + layer][head]                 # over the candidates
                 least = score.topk(len(ours)).values[-1]
-                for position in set(ours) ^ set(theirs):                    # only what ties with the last one may differ
+                for position in set(ours) ^ set(theirs):                   # only what ties with the last one may differ
                     differing += 1
                     worst = max(worst, (score[position - config.sink] - least).abs().item())
     total = sum(x.numel() for x in expected.selections)
@@ -178,7 +179,8 @@ def test_a_batch_of_unequal_lengths_writes_what_each_writes_alone(config):
     for b, prompt in enumerate(prompts):
         alone = trace(model, *read(model, [prompt], 100), config, 100)
         for name in ("ids", "kinds", "reads"):
-            assert [step[b] for step in getattr(together, name)] == [step[0] for step in getattr(alone, name)], (name, b)
+            assert [step[b] for step in getattr(together, name)] == [step[0] for step in getattr(alone, name)], (name,
+                                                                                                                 b)
 
 
 @torch.inference_mode()

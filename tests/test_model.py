@@ -634,7 +634,8 @@ def test_template_may_be_one_of_a_list_or_a_file_of_its_own(tmp_path):
 @pytest.mark.parametrize("template, word", [
     ("{{ raise_exception('roles must\nalternate') }}", "roles must"), ("{% if %}", "template"),
     ("{{ 1 / 0 }}", "division"), ("{{ nobody.name }}", "nobody"), ("{{ messages.append(1) }}", "template"),
-    (None, "template"), ([], "template"), ("{{ ''.__class__.__mro__ }}", "template"), ([{"name": "rag", "template": "x"}], "template")])
+    (None, "template"), ([], "template"), ("{{ ''.__class__.__mro__ }}", "template"),
+    ([{"name": "rag", "template": "x"}], "template")])
 def test_template_that_fails_is_one_line(template, word, tmp_path):
     assert word in error_line(lambda: tokenizer_in(tmp_path, chat_template=template).chat(HELLO))
 

@@ -25,7 +25,8 @@ SMALL = dict(recent=16, min_gap=4, refresh_interval=12)
 @pytest.fixture(scope="module")
 def tiny():
     """A random Qwen3 with the shipped tokenizer."""
-    config = qwen3.Config(vocab_size=2048, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    config = qwen3.Config(vocab_size=2048, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                          num_attention_heads=4,
                           num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=True)
     model = qwen3.Qwen3.random(config)
     model.tokenizer = qwen3.Tokenizer(ROOT / "tiny", 2048)
@@ -52,7 +53,8 @@ def steps_of(model, case, method):
 # Budgets
 
 def test_controls_of_equal_budget_read_as_much_in_every_step(tiny, case):
-    runs = [[(r.kind, r.read) for r in steps_of(tiny, case, m)[1]] for m in small(ROBUST, PAPER, RECENCY, EVIDENCE, EXACT)]
+    runs = [[(r.kind, r.read) for r in steps_of(tiny, case, m)[1]]
+            for m in small(ROBUST, PAPER, RECENCY, EVIDENCE, EXACT)]
     assert {kind for kind, _ in runs[0]} == {"slow", "fast"}
     assert all(run == runs[0] for run in runs)
 
@@ -230,7 +232,8 @@ def test_finished_cells_are_not_computed_again(shipped, tmp_path, monkeypatch, c
 
 def test_long_bench_lines_of_both_shapes_are_scored(shipped, tmp_path, capsys):
     lines = [dict(context="A cat sat. " * 20, input="Who sat?", answers=["a cat", "the cat"]),
-             dict(context="A cat sat. " * 20, question="Who sat?", answer="B", **{f"choice_{c}": c * 3 for c in "ABCD"})]
+             dict(context="A cat sat. " * 20, question="Who sat?", answer="B",
+                  **{f"choice_{c}": c * 3 for c in "ABCD"})]
     (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
     quality.main(["file", str(tmp_path / "lines.jsonl"), "--max-new-tokens", "8", "--methods", "robust", "recency",
                   "--output", str(tmp_path / "f.json")])
@@ -261,9 +264,11 @@ def test_written_answers_are_scored_as_long_bench_does(tiny):
     score = quality.line_case(tiny, 1, line, 8, False, False).score
     assert score(" a Grey cat!") == {"f1": (1.0, 1), "exact": (1.0, 1)}
     assert score("grey horse")["f1"][0] == pytest.approx(0.5) and score("mouse") == {"f1": (0.0, 1), "exact": (0.0, 1)}
-    line = dict(context="x", question="q", answer="B", choice_A="red", choice_B="old blue hat", choice_C="c", choice_D="d")
+    line = dict(context="x", question="q", answer="B", choice_A="red", choice_B="old blue hat", choice_C="c",
+                choice_D="d")
     score = quality.line_case(tiny, 1, line, 8, False, False).score
-    assert [score(w)["choice"][0] for w in ("The correct answer is (B).", "B", "an old hat", "The correct answer is A")] == [
+    assert [score(w)["choice"][0] for w in ("The correct answer is (B).", "B", "an old hat",
+                                            "The correct answer is A")] == [
         1, 1, 1, 0]
     with pytest.raises(ValueError, match="line 7 .*answers.*stuff"):
         quality.line_case(tiny, 7, dict(stuff=1), 8, False, False)
@@ -291,7 +296,8 @@ def test_figures_are_written_and_not_blank(tiny, case, tmp_path):
     full, logits, _ = read_prompts(tiny, [case.prompt], SFIConfig(), len(case.forced))
     [method] = small(ROBUST)
     plot.draw(tiny, full, logits, method.config(len(case.prompt)), case.forced, tmp_path / "steps.png")
-    plot.draw_stability(plot.stability(tiny, [(case.prompt, case.forced)], lambda n: {"paper": SFIConfig(**SMALL, selected=40)}),
+    plot.draw_stability(plot.stability(tiny, [(case.prompt, case.forced)],
+                                       lambda n: {"paper": SFIConfig(**SMALL, selected=40)}),
                         tmp_path / "stability.png")
     plot.curve({"a": [(0.1, 0.1, 0.1, 0.5, 0.2), (0.5, 0.5, 0.5, 1, 0.1)]}, tmp_path / "curve.png")
     plot.needle({"a": [[0.5, 1.0], [0.2, 0.4]]}, [0, 1], [100, 200], tmp_path / "needle.png")

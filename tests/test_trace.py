@@ -303,7 +303,8 @@ BUGS = {    # name: (golden run, patches of (where, what, by what), first stage,
         norms, lo, hi, replace(c, gamma=c.gamma / math.log(10), position_eta=c.position_eta / math.log(10),
                                theta=c.theta ** (1 / math.log(10)))))], "log_prior", "cause: log base 10"),
     "lambda cap for one row": ("one-row", [
-        (selector, "mixing_weight", lambda f, r, rows, c: mixing_weight(f, r, rows + 1, c))], "lam", "cause: lambda cap"),
+        (selector, "mixing_weight", lambda f, r, rows, c: mixing_weight(f, r, rows + 1, c))], "lam",
+        "cause: lambda cap"),
     "NMS window": ("paper", [(selector, "soft_nms", narrow_window)], "log_nms", "cause: NMS window even or odd"),
     "no tie-break in the spread": ("robust", [(selector, "spread", lambda *a: selector.window_max(*a).double())],
                                    "log_spread", "cause: the millionth of the own score is missing"),
@@ -412,7 +413,8 @@ BAD = {
     "a wrong knob": (lambda t, m: (t, knob(m, lambda c: c.update(recent=-1))), "recent must be"),
     "no ids": (lambda t, m: ({n: v for n, v in t.items() if n != "sequence.0.ids"}, m), "sequence.0.ids is missing"),
     "no ends": (lambda t, m: ({n: v for n, v in t.items() if n != "ends"}, m), "ends is missing"),
-    "a misspelt name": (lambda t, m: (t | {"sequence.0.step.3.layer.1.qs": t[Q].clone()}, m), "not a name of this format"),
+    "a misspelt name": (lambda t, m: (t | {"sequence.0.step.3.layer.1.qs": t[Q].clone()}, m),
+                        "not a name of this format"),
     "a layer too many": (lambda t, m: (t | {trace.key(0, 3, 3, "q"): t[Q].clone()}, m), "the model has 3 layers"),
     "a step too many": (lambda t, m: (t | {trace.key(0, 24, 1, "q"): t[Q].clone()}, m), "belongs to no stage"),
     "a selection at a fast step": (lambda t, m: (t | {trace.key(0, 3, 1, "lam"): torch.zeros(2)}, m), "belongs to no"),
@@ -422,8 +424,10 @@ BAD = {
     "a wrong type": (lambda t, m: (t | {Q: t[Q].int()}, m), "q has type torch.int32"),
     "steps too few": (lambda t, m: (t | {"sequence.0.edge": t["sequence.0.edge"][1:]}, m), "should have shape [24]"),
     "reason unknown": (lambda t, m: (t | {"sequence.0.reason": t["sequence.0.reason"] + 4}, m), "reason is 6 at [6]"),
-    "an id too large": (lambda t, m: (t | {"sequence.0.ids": t["sequence.0.ids"] + 512}, m), "outside the vocabulary of 512"),
-    "a prompt too large": (lambda t, m: (t | {"sequence.0.prompt": t["sequence.0.prompt"] + 512}, m), "vocabulary of 512"),
+    "an id too large": (lambda t, m: (t | {"sequence.0.ids": t["sequence.0.ids"] + 512}, m),
+                        "outside the vocabulary of 512"),
+    "a prompt too large": (lambda t, m: (t | {"sequence.0.prompt": t["sequence.0.prompt"] + 512}, m),
+                           "vocabulary of 512"),
 }
 
 

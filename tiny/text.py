@@ -85,9 +85,11 @@ POOLS.update(
     tens=["{digit1}{digit}"],
     some=["{digit1}{digit}", "{number}", "{digit1}.{digit}", "{digit1}{digit}{digit}", "several", "a dozen", "too few",
           "about {digit1}{digit}"],
-    man=["{title} {surname}", "the {folk}", "the {adjective} {folk}", "the {trade}", "the {trade} from {town}", "the {folk}"],
+    man=["{title} {surname}", "the {folk}", "the {adjective} {folk}", "the {trade}", "the {trade} from {town}",
+         "the {folk}"],
     object=["the {thing}", "the {adjective} {thing}", "{some} sacks of {goods}", "the {colour} {thing}", "the {goods}"],
-    where=["by the {place}", "near the {landmark}", "behind the {adjective} {place}", "on the road to {town}", "in {town}",
+    where=["by the {place}", "near the {landmark}", "behind the {adjective} {place}", "on the road to {town}",
+           "in {town}",
            "at the {inn}", "beyond the {place}", "in the {adjective} {place}"],
     when=["in the {time}", "before {time}", "on {day}", "last {time}", "one {adjective} {time}", "in {month}",
           "after {some} hours", "on the 1{digit1}th of {month}"],
@@ -174,7 +176,8 @@ FACTS = {
               ("{N} plays the {instrument} at the {inn}", "{N} learned the {instrument} at the {inn}",
                "{N} is heard on the {instrument} at the {inn}")),
 }
-LEADS = ["By all accounts ", "It is well known that ", "People agree that ", "The clerk wrote that ", "It is true that ",
+LEADS = ["By all accounts ", "It is well known that ", "People agree that ", "The clerk wrote that ",
+         "It is true that ",
          "As everyone knows, ", "In these parts they say that ", "There is no doubt that "]
 TAILS = [", or so the neighbours say", ", as the old book says", ", and that is all", ", if the records are right",
          ", to the surprise of many", ", just as before", ", and nobody minds", ", as any child can tell you"]

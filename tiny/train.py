@@ -465,7 +465,8 @@ def main():
     parser.add_argument("--tokens", type=float, default=0.46e9, help="tokens to train on if time allows")
     parser.add_argument("--workers", type=int, default=8, help="processes that make documents")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="start from the weights another run left in DIR")
-    parser.add_argument("--body-weight", type=float, default=0.3, help="weight in the loss of tokens outside the answers")
+    parser.add_argument("--body-weight", type=float, default=0.3,
+                        help="weight in the loss of tokens outside the answers")
     parser.add_argument("--rate", type=float, default=1.0, help="factor on the learning rates")
     parser.add_argument("--toy", action="store_true", help="a toy size, to check the code on a CPU")
     args = parser.parse_args()
