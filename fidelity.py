@@ -13,7 +13,7 @@ from sfi import Stepper, decode
 
 
 class Probe:
-    """A memory that shows each decode step's true attention to `see(layer, b, p, row)` and is otherwise the one it wraps.
+    """A memory that shows each decode step's true attention to `see(layer, b, p, row)` and else is the one it wraps.
 
     p [G, N] is the attention over all N tokens of this step's own queries, mean over the query heads of a KV head;
     row the sequence's plan. Attention is computed a second time, in full: for measuring, never for timing.

@@ -1,4 +1,4 @@
-"""Figures: one text's steps (`python sfi.py --prompt F --plot F.png`), stability of support, quality by budget and place.
+"""Figures: one text's steps (`python sfi.py --prompt F --plot F.png`), stability of support, quality by budget, place.
 
 Numbers come first and pictures after: `trace` and `stability` measure by watching the attention of a decoding run, the
 rest only draws. Needs matplotlib, which nothing else in the project does.
@@ -53,7 +53,7 @@ class Dense(SlowFastMemory):
 
 
 def sentence_starts(ids, sentences):
-    """For each step of a run over `ids`, whether the token it takes as its input starts a sentence. Step 0 is prefill."""
+    """For each step of a run over `ids`, whether the token it takes as input starts a sentence. Step 0 is prefill."""
     trigger = Trigger(SFIConfig(min_gap=0, refresh_interval=len(ids) + 1), *sentences)
     return [False] + [trigger(step + 1, token) == "sentence" for step, token in enumerate(ids[:-1])]
 
@@ -124,8 +124,8 @@ def trace(model, full, logits, config, ids, memory=SlowFastMemory):
 def draw(model, full, logits, config, ids, path, title="Slow-Fast Inference, step by step"):
     """The figure of one text's steps, written to `path`.
 
-    full: a FullMemory of one prompt, rewound to its end; logits [1, V] its prefill's; ids: the tokens written, which are
-    fed again and watched. Raises ValueError for a batch, for fewer than 3 tokens, or without matplotlib.
+    full: a FullMemory of one prompt, rewound to its end; logits [1, V] its prefill's; ids: the tokens written,
+    which are fed again and watched. Raises ValueError for a batch, for fewer than 3 tokens, or without matplotlib.
     """
     plt = pyplot()
     if len(ids) < 3:
@@ -272,7 +272,8 @@ def main(argv=None):
     sys.path.insert(0, str(root / "tiny"))
     import model as qwen3
     import text
-    p = argparse.ArgumentParser(description="Stability of support on held-out documents, measured under full KV and drawn.")
+    p = argparse.ArgumentParser(description="Stability of support on held-out documents, measured under full KV and "
+                                            "drawn.")
     p.add_argument("--model", default=str(root / "tiny"), help="folder or hub id (default: the shipped checkpoint)")
     p.add_argument("--length", type=int, default=4096)
     p.add_argument("--documents", type=int, default=6)
@@ -298,7 +299,8 @@ def main(argv=None):
     draw_stability(found, arguments.output)
     within, across = (torch.tensor(found[name]) for name in ("within", "across"))
     print(f"overlap of consecutive supports of {SUPPORT} tokens: {within.mean():.3f} inside sentences, "
-          f"{across.mean():.3f} across a sentence start; higher inside in {(within > across).float().mean():.0%} of KV heads")
+          f"{across.mean():.3f} across a sentence start; higher inside in "
+          f"{(within > across).float().mean():.0%} of KV heads")
 
 
 if __name__ == "__main__":

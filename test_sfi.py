@@ -178,7 +178,8 @@ def test_a_fast_step_reads_no_position_twice_and_leaves_no_hole(tiny, sink, rece
     for layer in range(3):
         for read in memory.reads(layer, 0, n).tolist():
             chosen = read[first : len(read) - (n - edge)]
-            assert read == sorted(set(read)) and read[:first] == list(range(first)) and read[len(read) - (n - edge):] == \
+            assert read == sorted(set(read)) \
+                and read[:first] == list(range(first)) and read[len(read) - (n - edge):] == \
                 list(range(edge, n)) and len(chosen) == min(selected, edge - first)
             assert all(first <= position < edge for position in chosen)
 

@@ -262,7 +262,8 @@ class Trace:
             raise self.error(f"format {meta['format']!r}, but this program reads {VERSION!r}")
         theirs, ours = meta["model"], fingerprint(checkpoint)
         if theirs != ours:
-            raise self.error(f"written with another model: fingerprint {theirs[:16]}, that of {checkpoint} is {ours[:16]}")
+            raise self.error(f"written with another model: fingerprint {theirs[:16]}, "
+                             f"that of {checkpoint} is {ours[:16]}")
         self.dtype = meta["dtype"]
         knobs = self.parse(meta["config"])
         self.config = self.build(SFIConfig, {**knobs, "selector": self.build(SelectorConfig, knobs.get("selector"))})

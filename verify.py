@@ -324,7 +324,8 @@ class Check:
             missed = max(set(ours[g].tolist()) - set(theirs[g].tolist()), key=lambda position: row[position - lo])
             taken = min(set(theirs[g].tolist()) - set(ours[g].tolist()), key=lambda position: row[position - lo])
             tied = row[taken - lo] - lowest <= tolerance * max(1.0, abs(lowest))
-            cause = ("cause: tie at the K-th score: too many positions with that score were taken, a better one left out"
+            cause = ("cause: tie at the K-th score: too many positions with that score were taken, "
+                     "a better one left out"
                      if tied else f"look at: {HINTS['positions']}")
             return [g], taken, missed, f"scores there: {row[taken - lo]:.7g} and {row[missed - lo]:.7g}\n    {cause}"
 

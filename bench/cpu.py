@@ -1,4 +1,4 @@
-"""Speed and memory on a CPU: prefill, full KV and SFI, slow and fast steps apart, and what a step costs outside attention.
+"""Speed and memory on a CPU: prefill, full KV and SFI, slow and fast steps apart, and a step's cost outside attention.
 
 Each length is measured in a process of its own, so that its peak memory is its own. Tokens are forced, so that both
 memories do the same work. Nothing here is a test: times are the machine's. SPEC sections 2 and 3.

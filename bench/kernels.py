@@ -71,8 +71,8 @@ def timed(calls, repeats=9):
 def read_kernel(x, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for step in tl.range(0, STEPS, num_stages=3):
-        total += tl.load(x + (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK + tl.arange(0,
-                                                                                                BLOCK)).to(tl.float32)
+        total += tl.load(x + (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK
+                         + tl.arange(0, BLOCK)).to(tl.float32)
     tl.store(out + tl.program_id(0), tl.sum(total))
 
 
@@ -161,8 +161,8 @@ def linear_case(model, role, M, O, I, how, gated=False, tile=None):
                     kernels.silu_mul_kernel[(M, triton.cdiv(O, 1024))](y, out, O, 1024)
                 return y
             if tile is None:
-                return TRITON.swiglu(x, w, norm, 1e-6) if gated else TRITON.linear(x, w, norm if normed else None, 1e-6,
-                                                                                   residual)
+                return (TRITON.swiglu(x, w, norm, 1e-6) if gated
+                        else TRITON.linear(x, w, norm if normed else None, 1e-6, residual))
             fused = normed and tile[0] == "reduce" and tile[-1] == "fused"
             y = TRITON.rms_norm(x, norm, 1e-6) if normed and not fused else x
             return kernels.launch_linear(tile[:5], y, w, norm if fused else None, 1e-6, residual, gated)
@@ -316,8 +316,8 @@ def check_publish(rows, spread):
                if p not in set(b))
     check(f"publish {rows} rows{' spread' if spread else ''}: positions that differ", lost / args[8].numel(), 1e-4)
     kept = args[8][0, 0, 0]
-    copied = torch.equal(args[9][0, 0, 0, 4:], args[2][0, 0, 0][kept]) and torch.equal(args[10][0, 0, 0, 4:],
-                                                                                       args[3][0, 0, 0][kept])
+    copied = torch.equal(args[9][0, 0, 0, 4:], args[2][0, 0, 0][kept]) and torch.equal(
+        args[10][0, 0, 0, 4:], args[3][0, 0, 0][kept])
     check(f"publish {rows} rows: copied exactly", 0.0 if copied else 1.0, 0)
 
 
@@ -367,8 +367,8 @@ def main():
     cases = [(name, make) for name, make in CASES if options.only in name or name in ("copy", "read")]
     if options.worker is not None:
         small = [(name, make) for name, make in cases if "B=8 128K" not in name and "head" not in name]
-        for run in ([lambda make=make: make()[1][0]() for _,
-                     make in small] + CHECKS)[options.worker :: options.workers]:
+        for run in ([lambda make=make: make()[1][0]() for _, make in small]
+                    + CHECKS)[options.worker :: options.workers]:
             run()
             torch.cuda.synchronize()
         return
@@ -389,8 +389,8 @@ def main():
         share = nbytes / seconds / DONE["copy"]
         print(f"{name:52} {seconds * 1e6:9.1f} {nbytes / seconds / 1e12:7.2f} {share:8.1%}", flush=True)
         del calls
-    print(json.dumps({name: value if isinstance(value, list) else float(f"{value:.4g}") for name,
-                      value in DONE.items()}))
+    print(json.dumps({name: value if isinstance(value, list) else float(f"{value:.4g}")
+                      for name, value in DONE.items()}))
 
 
 if __name__ == "__main__":

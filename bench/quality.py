@@ -118,7 +118,7 @@ class Method:
     dense: bool = False
 
     def config(self, tokens, steps=0, slow=0):
-        """The SFIConfig for a prompt of so many tokens; steps and slow are those of the case and of `like`'s run of it."""
+        """The SFIConfig for a prompt of so many tokens; steps and slow: those of the case and of `like`'s run of it."""
         knobs = dict(selected=round(self.retain * tokens)) | self.knobs
         if self.budget is not None:
             total, base = round(self.budget * tokens), SFIConfig.preset(self.preset)
@@ -226,7 +226,7 @@ def documents(model, lengths, count, seed):
 
 
 def needle(model, length, depth, seed, haystack=None):
-    """A chronicle, or `haystack`'s beginning, of about `length` tokens with one paragraph of facts at `depth` (0 to 1)."""
+    """A chronicle, or `haystack`'s beginning, of about `length` tokens, one paragraph of facts at `depth` (0 to 1)."""
     rng = Random(seed)
     name = f"{length} {depth:g} {seed}"
     if haystack is None:
@@ -265,7 +265,7 @@ def text_cases(model, files, lengths, count):
 
 
 def chronicle_lines(length, count, seed):
-    """Lines of both LongBench shapes that the shipped checkpoint can answer, `count` of each. Wrong choices tell the same
+    """Lines of both LongBench shapes for the shipped checkpoint to answer, `count` of each. Wrong choices tell the same
     of the same people in other documents' words."""
     lines = []
     for i in range(count):
@@ -559,7 +559,7 @@ COLUMNS = {                     # heading: measure, its scale, digits, group wit
     "KV read %": ("read", 100, 1, ""),
     "slow steps %": ("slow", 100, 1, ""),
 }
-# shown with their interval
+# Shown with their interval
 INTERVALS = ("values right %", "values right % clustered", "values right % scattered", "KL all", "KL values")
 
 
@@ -577,8 +577,8 @@ def table(results, methods, group):
         rows.append((method.name, row))
     headings = [h for h in COLUMNS if any(h in row for _, row in rows)]
     lines = ["| method | " + " | ".join(headings) + " |", "|---" * (len(headings) + 1) + "|"]
-    return "\n".join(lines + [f"| {name} | " + " | ".join(row.get(h, "-") for h in headings) + " |" for name,
-                              row in rows])
+    return "\n".join(lines + [f"| {name} | " + " | ".join(row.get(h, "-") for h in headings) + " |"
+                              for name, row in rows])
 
 
 def report(results, methods, groups):
@@ -587,7 +587,8 @@ def report(results, methods, groups):
     for group in groups:
         full = [row[FULL.name] for row in results.cells.values() if row[FULL.name]["group"].startswith(group)]
         tokens = sum(cell["tokens"] for cell in full) / len(full)
-        parts.append(f"{group.strip()}: {len(full)} cases, {tokens:.0f} prompt tokens on average\n\n" + table(results, methods, group))
+        parts.append(f"{group.strip()}: {len(full)} cases, {tokens:.0f} prompt tokens on average\n\n"
+                     + table(results, methods, group))
     return "\n\n".join(parts)
 
 
@@ -640,10 +641,10 @@ def sources(document, offsets):
 def why(model, length, count, seed, methods, ahead=32):
     """Under full KV: which KV heads look facts up, how early they do, and what a method's stages drop.
 
-    -> {"lookup" [L][G]: mean attention on a value's source (its tokens in the prompt and one to each side) in the step that
-    predicts its first token; "ahead" [d]: the same d steps earlier, mean over the lookup heads (lookup at least half of the
-    best); "kept": method -> stage -> share of the source tokens that those heads keep at a slow step, of the values
-    used before the next}.
+    -> {"lookup" [L][G]: mean attention on a value's source (its tokens in the prompt, one to each side) in the step
+    that predicts its first token; "ahead" [d]: the same d steps earlier, mean over lookup heads (lookup at
+    least half of the best); "kept": method -> stage -> share of the source tokens that those heads keep at a slow
+    step, of the values used before the next}.
     """
     masses, kept = [], {m.name: [] for m in methods}
     for i in range(count):
@@ -705,7 +706,8 @@ def why_report(found):
 def parser():
     p = argparse.ArgumentParser(description="Quality of SFI beside full KV and its controls.", allow_abbrev=False)
     p.add_argument("command", choices=("methods", "curve", "needle", "doubt", "why", "text", "file"))
-    p.add_argument("files", nargs="*", help="text: texts; file: JSONL, by default lines made of chronicles; needle: a text to "
+    p.add_argument("files", nargs="*",
+                   help="text: texts; file: JSONL, by default lines made of chronicles; needle: a text to "
                    "hide a pass key in")
     p.add_argument("--model", default="tiny", help="folder or hub id (default: the shipped checkpoint)")
     p.add_argument("--device", default="cpu")
@@ -716,7 +718,8 @@ def parser():
     p.add_argument("--methods", nargs="*", metavar="NAME", help="by default all that the command knows")
     p.add_argument("--try", nargs="+", dest="tried", default=[], metavar="PRESET,KNOB=VALUE,...",
                    help="more methods: a preset with knobs, retain among them")
-    p.add_argument("--retain", type=float, help=f"K as a fraction of the prompt (default: {RETAIN}, with doubt {SPARE})")
+    p.add_argument("--retain", type=float,
+                   help=f"K as a fraction of the prompt (default: {RETAIN}, with doubt {SPARE})")
     p.add_argument("--budgets", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5],
                    help="curve: what a fast step reads, as a fraction of the prompt")
     p.add_argument("--depths", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1])
@@ -768,8 +771,8 @@ def evaluate(argv, jobs, results, watched):
 def chosen_methods(arguments):
     """The methods of a command, K and --methods applied. Raises ValueError for a name that it does not have."""
     known = {"curve": [PAPER, ROBUST, SURE, RECENCY, EVIDENCE, EXACT], "needle": [PAPER, ROBUST, SURE, RECENCY],
-             "why": [PAPER, QUALITY, ROBUST], "file": [PAPER, ROBUST, SURE, RECENCY]}.get(arguments.command,
-                                                                                          METHODS[1:])
+             "why": [PAPER, QUALITY, ROBUST], "file": [PAPER, ROBUST, SURE, RECENCY]}.get(
+                 arguments.command, METHODS[1:])
     if arguments.command == "doubt":
         known = [replace(SURE, name="no doubt", knobs=DOUBT | dict(doubt=0.0))] + [
             replace(SURE, name=f"{signal} < {threshold:g}", knobs=DOUBT | dict(doubt=threshold), signal=signal)

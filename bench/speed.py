@@ -129,7 +129,7 @@ class Report:
         return self.data["steps"].setdefault(title_of(name, context, batch), {})
 
     def ratio(self, over, under, *row):
-        """One time over another, or one's share of the copy bandwidth; None where something was not run or has failed."""
+        """One time over another, or one's share of the copy bandwidth; None where one was not run or has failed."""
         cells = self.cells(*row)
         if over not in cells or under not in {"share", *cells}:
             return None

@@ -68,7 +68,8 @@ def test_the_main_command_prints_both_texts_and_the_table(tmp_path):
     assert report["preset"] == "robust" and report["retain"] == 0.15
     only = report["prompts"][0]
     assert report["config"]["selected"] == round(0.15 * only["prompt_tokens"])
-    assert only["full_new_tokens"] == only["slow_steps"] + only["fast_steps"] + 1 or only["first_differing_token"] is not None
+    assert only["full_new_tokens"] == only["slow_steps"] + only["fast_steps"] + 1 \
+        or only["first_differing_token"] is not None
     assert 0 < only["kv_read"] < 1 and 0 <= only["agreement"] <= 1 and only["kl"] >= 0
 
 
@@ -84,9 +85,11 @@ def test_single_modes_print_the_text_alone(capsys, prompt):
 
 
 def test_every_flag_is_taken(capsys, prompt):
-    flags = """--mode sfi --device cpu --dtype float64 --max-new-tokens 9 --json --raw --preset paper --selected 20 --sink 2
-        --recent 16 --refresh-interval 3 --min-gap 2 --policy interval --evidence-queries 2 --bootstrap-queries 4 --doubt 0.2
-        --doubt-gap 2 --alpha 1 --gamma 0.4 --weight-norm 0.9 --weight-position 0.6 --position-power 1.5 --position-eta 0.3
+    flags = """--mode sfi --device cpu --dtype float64 --max-new-tokens 9 --json --raw --preset paper --selected 20
+        --sink 2 --recent 16 --refresh-interval 3 --min-gap 2 --policy interval --evidence-queries 2
+        --bootstrap-queries 4
+        --doubt 0.2 --doubt-gap 2 --alpha 1 --gamma 0.4 --weight-norm 0.9 --weight-position 0.6 --position-power 1.5
+        --position-eta 0.3
         --theta 0.5 --p 0.8 --lambda-cap-single 0.3 --lambda-cap-multi 0.2 --nms-window 8 --nms-alpha 0.7
         --exclusivity-alpha 0.5 --exclusivity-temperature 1.5 --eps 1e-10 --spread 3 --temperature 0.7 --top-k 20
         --top-p 0.9 --min-p 0.01 --seed 5""".split()

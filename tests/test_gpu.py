@@ -68,7 +68,7 @@ def read(model, prompts, room):
 
 @dataclass
 class Trace:
-    """What a run did: token ids and step kinds per step and sequence, logits [steps, B, V], selections per slow step."""
+    """What a run did: token ids and step kinds by step and sequence, logits [steps, B, V], selections per slow step."""
     memory: object
     ids: list = field(default_factory=list)
     kinds: list = field(default_factory=list)
@@ -79,7 +79,7 @@ class Trace:
 
 @torch.inference_mode()
 def trace(model, full, logits, config, new, forced=None, capture=None, **options):
-    """Decode `new` tokens from a prefilled memory, which is put back to its prompts afterwards; config None: full KV."""
+    """Decode `new` tokens from a prefilled memory, which is put back to its prompts after; config None: full KV."""
     lengths = list(full.lengths)
     memory = full
     if config:
@@ -179,8 +179,8 @@ def test_a_batch_of_unequal_lengths_writes_what_each_writes_alone(config):
     for b, prompt in enumerate(prompts):
         alone = trace(model, *read(model, [prompt], 100), config, 100)
         for name in ("ids", "kinds", "reads"):
-            assert [step[b] for step in getattr(together, name)] == [step[0] for step in getattr(alone, name)], (name,
-                                                                                                                 b)
+            ours, theirs = getattr(together, name), getattr(alone, name)
+            assert [step[b] for step in ours] == [step[0] for step in theirs], (name, b)
 
 
 @torch.inference_mode()
@@ -269,7 +269,7 @@ def test_a_layer_of_more_than_2_to_31_elements():
 @both_presets
 @torch.inference_mode()
 def test_slow_and_fast_steps_at_128k(config):
-    """The last group of layers of a Qwen3-0.6B memory of four sequences, whose cache has far more than 2^31 elements."""
+    """The last group of layers of a Qwen3-0.6B memory of four sequences, whose cache has well over 2^31 elements."""
     card_with(75)
     config = replace(config, recent=256, selected=2048)
     model = SimpleNamespace(config=SMALL, device=torch.device(DEVICE), dtype=torch.bfloat16, ops=kernels.TRITON)

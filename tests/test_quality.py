@@ -1,4 +1,4 @@
-"""The promises of bench/quality.py and plot.py: fair budgets, exact doubt, numbers that repeat, figures that show something.
+"""The promises of bench/quality.py and plot.py: fair budgets, exact doubt, repeatable numbers, telling figures.
 
 The model is random and tiny: what is tested is the measuring. Values right belong to the shipped checkpoint.
 """

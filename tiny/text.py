@@ -35,9 +35,10 @@ POOLS = {name: words.split() for name, words in dict(
                 granary harbour inn kiln library lighthouse market mill monastery orchard pond prison quarry quay school
                 smithy stables tannery theatre tollhouse tower vineyard weir windmill""",
     trade="""baker barber blacksmith bookbinder brewer bricklayer butcher carpenter chandler clerk cobbler cook cooper
-             dyer farrier ferryman fletcher gardener gilder glazier goldsmith hatter herald hunter joiner locksmith mason
-             midwife miller miner painter peddler plumber porter potter printer roofer saddler sailor scribe
-             shepherd shipwright spinner stonecutter surveyor tailor tanner teacher thatcher tinker weaver wheelwright""",
+             dyer farrier ferryman fletcher gardener gilder glazier goldsmith hatter herald hunter joiner locksmith
+             mason midwife miller miner painter peddler plumber porter potter printer roofer saddler sailor scribe
+             shepherd shipwright spinner stonecutter surveyor tailor tanner teacher thatcher tinker weaver
+             wheelwright""",
     month="January February March April May June July August September October November December",
     colour="""black blue bronze brown chestnut cream crimson golden green grey lilac maroon pink purple red russet
               scarlet silver turquoise violet white yellow""",
@@ -51,7 +52,8 @@ POOLS = {name: words.split() for name, words in dict(
                   whistle zither""",
     sign="""Anchor Anvil Apple Bell Boar Bull Crown Dolphin Dragon Eagle Feathers Hammer Kettle Key Lion Moon Otter
             Pheasant Plough Rose Salmon Ship Star Stag Sun Swallow Unicorn Wheel Wolf""",
-    mood="Broken Crooked Drowsy Frozen Gentle Happy Hidden Hungry Laughing Lonely Lost Merry Proud Quiet Sleeping Weary",
+    mood="Broken Crooked Drowsy Frozen Gentle Happy Hidden Hungry Laughing Lonely Lost Merry Proud Quiet Sleeping "
+         "Weary",
     garment="apron bonnet cape cloak coat gown hood jacket jerkin robe shawl tunic vest",
     number="two three four five six seven eight nine ten eleven twelve",
     metal="bone brass copper gold horn iron ivory pearl pewter steel tin wooden",
@@ -73,7 +75,8 @@ POOLS = {name: words.split() for name, words in dict(
             neighbour nephew nurse priest sergeant sister soldier son stranger student traveller widow""",
     moved="came climbed crept drifted hurried passed ran rode rolled sailed travelled turned walked wandered",
     said="asked answered called cried muttered replied said shouted whispered",
-    did="bought borrowed broke carried counted dropped found forgot kept lent lost mended moved painted sold stole washed",
+    did="bought borrowed broke carried counted dropped found forgot kept lent lost mended moved painted sold stole "
+        "washed",
     time="""afternoon autumn dawn dusk evening midnight morning night noon spring summer winter""",
     day="Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
     unit="feet inches yards",
@@ -158,7 +161,7 @@ Did {Person} ever see {object}?
 "Come here, {pet}!" {said} {man} {where}.
 {pet} is a name for a {animal}, not for a {folk}.""".split("\n")
 
-# One line per kind of fact: the noun a question uses, the answer's wording, the wordings in the text. {N} is the person.
+# One line per kind of fact: the noun a question uses, the answer's wording, the text's wordings. {N} is the person.
 FACTS = {
     "home": ("{N} lives in {town} near the {landmark}, and has never wished to live anywhere else.",
              ("{N} lives in {town} near the {landmark}", "{N} settled in {town} near the {landmark}",

@@ -35,7 +35,8 @@ CONFIG = dict(
     tie_word_embeddings=True, initializer_range=0.02, use_cache=True, use_sliding_window=False, torch_dtype="bfloat16")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK = ("<think>", "</think>")
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+         r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 CHAT_TEMPLATE = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.role == 'assistant' %}
