@@ -23,7 +23,7 @@ from typing import Callable
 import torch
 import torch.nn.functional as F
 
-from selector import select
+from selector import at_least_fp32, select
 
 if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
     import triton
@@ -55,11 +55,6 @@ def offset(strides, i, j, k=None):
     """Where element (i, j) or (i, j, k) of a tensor's leading dimensions begins. A whole cache goes beyond 2^31."""
     at = tl.cast(i, tl.int64) * strides[0] + tl.cast(j, tl.int64) * strides[1]
     return at if k is None else at + tl.cast(k, tl.int64) * strides[2]
-
-
-def at_least_fp32(x):
-    """x in float32, or as it is where it is float64."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def rms_norm_torch(x, weight, eps):
