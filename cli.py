@@ -276,8 +276,7 @@ def check(arguments, device, dtype):
     """--verify: compare a trace; returns the exit code."""
     if arguments.prompt:
         raise ValueError("--verify takes its prompt from the trace: leave --prompt out")
-    # A trace in half precision is judged in float32.
-    model = qwen3.load(arguments.model, device, dtype or torch.float32)
+    model = qwen3.load(arguments.model, device, dtype)
     report = verify.verify(arguments.verify, model, arguments.model)
     print(report)
     return report.code
@@ -290,9 +289,9 @@ def work(arguments):
     if not arguments.thinking and not arguments.chat:
         raise ValueError("--no-thinking needs --chat")
     device = qwen3.usable(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = DTYPES[arguments.dtype] if arguments.dtype else torch.float32 if device.type == "cpu" else None
+    dtype = DTYPES.get(arguments.dtype)
     if arguments.verify:
-        return check(arguments, device, DTYPES.get(arguments.dtype))
+        return check(arguments, device, dtype or torch.float32)             # a half-precision trace too is judged in fp32
     if not arguments.prompt:
         raise ValueError("--prompt FILE is needed")
     if arguments.mode == "full" and (arguments.plot or arguments.trace):
@@ -305,7 +304,9 @@ def work(arguments):
         if name and not Path(name).absolute().parent.is_dir():
             raise ValueError(f"{Path(name).parent} is not a folder")
     texts = [read_text(name) for name in arguments.prompt]
-    model = qwen3.load(arguments.model, device, dtype)
+    model = qwen3.load(arguments.model, device, dtype or (torch.float32 if device.type == "cpu" else None))
+    traces.within("layers", arguments.trace_layers, model.config.num_hidden_layers)
+    traces.within("steps", arguments.trace_steps, arguments.max_new_tokens)
     if model.tokenizer is None:
         raise ValueError(f"{arguments.model} has no tokenizer.json")
     prompts = [encode(model, arguments, text) for text in texts]

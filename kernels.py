@@ -569,6 +569,12 @@ def attend_triton(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                          queries, logits)
 
 
+def rebuild(full, compact, lo, chosen):
+    """Copy the sink [0, lo), then the chosen positions. full [G, C, D], chosen [G, count] -> into compact [G, S, D]."""
+    compact[:, :lo] = full[:, :lo]
+    compact[:, lo : lo + chosen.shape[-1]] = full.gather(1, chosen[..., None].expand(-1, -1, full.shape[-1]))
+
+
 def publish_torch(logits, key_norms, keys, values, plan, sink, recent, config,
                   positions, compact_keys, compact_values):
     """Select for every slow row of n layers and rebuild its compact buffer: sink first, then selected, ascending.
@@ -585,12 +591,9 @@ def publish_torch(logits, key_norms, keys, values, plan, sink, recent, config,
         for layer in range(logits.shape[0]):
             chosen = select(logits[layer, b, ..., :end], key_norms[layer, b, :, :end], lo, hi,
                             positions.shape[-1], config).positions          # [G, min(K, hi - lo)]
-            count = chosen.shape[-1]
-            positions[layer, b, :, :count] = chosen
-            index = chosen[..., None].expand(-1, -1, keys.shape[-1])
+            positions[layer, b, :, : chosen.shape[-1]] = chosen
             for full, compact in ((keys, compact_keys), (values, compact_values)):
-                compact[layer, b, :, :lo] = full[layer, b, :, :lo]
-                compact[layer, b, :, lo : lo + count] = full[layer, b].gather(1, index)
+                rebuild(full[layer, b], compact[layer, b], lo, chosen)
 
 
 @jit
@@ -911,7 +914,7 @@ def publish_triton(logits, key_norms, keys, values, plan, sink, recent, config,
 
 @dataclass(frozen=True)
 class Ops:
-    """The functions a step is made of. Prefill's attention and the bootstrap selection are torch on every device."""
+    """The functions a step is made of, and the bootstrap selection too. Prefill's attention is torch on every device."""
     rms_norm: Callable
     linear: Callable
     swiglu: Callable

@@ -118,12 +118,9 @@ class WatchedMemory(SlowFastMemory):
 
     def publish_again(self, layer, b, lo, positions):
         """Put other positions [G, count] in the place of those just published, and into the compact buffer."""
-        count = positions.shape[-1]
-        self.positions[layer, b, :, :count] = positions
+        self.positions[layer, b, :, : positions.shape[-1]] = positions
         for full, compact in ((self.full.keys, self.compact_keys), (self.full.values, self.compact_values)):
-            compact[layer, b, :, :lo] = full[layer, b, :, :lo]
-            compact[layer, b, :, lo : lo + count] = full[layer, b].gather(
-                1, positions[..., None].expand(-1, -1, full.shape[-1]))
+            kernels.rebuild(full[layer, b], compact[layer, b], lo, positions)
 
 
 class KernelMemory(WatchedMemory):

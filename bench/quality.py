@@ -201,9 +201,7 @@ def marked_case(model, name, group, prompt, answer, spans, score=None):
     """A Case from texts; spans: (start, end) in characters of `answer` of each value."""
     encoded = model.tokenizer.backend.encode(prompt + answer, add_special_tokens=False)
     split = next(i for i, (start, _) in enumerate(encoded.offsets) if start >= len(prompt))
-    at = len(prompt)
-    values = [[i - split for i, (start, end) in enumerate(encoded.offsets) if start < at + stop and end > at + first]
-              for first, stop in spans]
+    values = [[i - split for i in tokens] for tokens in text.span_tokens(spans, encoded.offsets, len(prompt))]
     forced = encoded.ids[split:]
     return Case(name, group, encoded.ids[:split], forced, values, score, len(forced) + MARGIN)
 

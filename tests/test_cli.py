@@ -210,6 +210,7 @@ def test_a_prompt_that_is_missing_or_a_folder(capsys, tmp_path):
     (["--model", "/nowhere"], ["/nowhere"]), (["--sink", "two"], ["--sink", "two"]), (["--mode", "half"], ["half"]),
     (["--sin", "2"], ["--sin"]), (["--trace", "/nowhere/t"], ["/nowhere"]),
     (["--trace-layers", "3"], ["--trace-layers"]),
+    (["--trace", "t", "--trace-layers", "7:9"], ["layers 7:9", "0:8"]),
     (["--mode", "full", "--trace", "t"], ["--trace"]), (["--verify", "none.safetensors"], ["--verify", "--prompt"])])
 def test_bad_flags(capsys, prompt, flags, words):
     refused(capsys, ["--prompt", prompt, *flags], *words)

@@ -370,9 +370,13 @@ def value_tokens(document, offsets):
     offsets: (start, end) in characters of each token of `document.prompt + document.answer` -> a list of token indices
     for each value. The token at such an index is to be predicted from those before it.
     """
-    at = len(document.prompt)
+    return span_tokens(document.values, offsets, len(document.prompt))
+
+
+def span_tokens(spans, offsets, at):
+    """The indices of the tokens that touch each span (start, end) of the characters from `at` on -> a list per span."""
     return [[i for i, (start, end) in enumerate(offsets) if start < at + stop and end > at + first]
-            for first, stop in document.values]
+            for first, stop in spans]
 
 
 def right_values(turn, written):
