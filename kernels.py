@@ -29,6 +29,7 @@ if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
     import triton
     import triton.language as tl
     from triton import jit
+    LOG2_E = tl.constexpr(math.log2(math.e))
 else:
     triton = None
 
@@ -205,16 +206,17 @@ def launch_linear(tile, x, weight, norm, eps, residual, gated):
 
 
 def linear_triton(x, weight, norm=None, eps=0.0, residual=None):
-    """As linear_torch. The norm is part of the kernel for a single row, a launch of its own for more.
+    """As linear_torch, but the residual may be overwritten: cuBLAS would copy it first, for 1 us.
 
-    Many rows (prefill), and the cases that linear_tile names, are left to cuBLAS on purpose.
+    The norm is part of the kernel for a single row, a launch of its own for more. Many rows (prefill), and the cases
+    that linear_tile names, are left to cuBLAS on purpose.
     """
     card(x.device)                          # the first operation of any step: refuses a card that is too old
     tile = linear_tile(x.shape[0], *weight.shape, False, x.element_size())
     if norm is not None and x.shape[0] > 1:
         x, norm = rms_norm_triton(x, norm, eps), None
     if tile is None:
-        return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.T)
+        return F.linear(x, weight) if residual is None else torch.addmm(residual, x, weight.T, out=residual)
     return launch_linear(tile, x, weight, norm, eps, residual, False)
 
 
@@ -512,19 +514,26 @@ def combine_kernel(partial, partial_lse, out, plan, B, G, pieces, GROUP: tl.cons
     tl.store(out + (b * G * GROUP + head) * D + d, mixed / mass, mask=d < D)
 
 
-def attend_tile(pairs, tokens, fast, rows, block_d, itemsize, device):
+def attend_tile(pairs, tokens, kind, rows, block_d, itemsize, device):
     """(tokens of a tile, warps, stages, pieces) of decode attention; pairs = B G, tokens = the most a pair reads.
 
-    A dense step has long pieces: large tiles, about one program per multiprocessor. A fast one is short of work, so
-    two smaller programs share a multiprocessor.
+    kind is "fast", "dense" or "logits", a dense step that stores its logits. Two programs with tiles of 64 share a
+    multiprocessor; only few pairs' long reads do better with tiles of 128, one program per multiprocessor. Measured on
+    one H200 in bf16 by bench/kernels.py, us with tiles of 64 and 128: dense at batch 1 and 128K 129 and 126, at batch
+    8 and 32K 246 and 260; with the logits of 8 queries of 32 heads 161 and 251.
     """
     processors, shared = card(device)
-    block_n, warps, stages = 64 if fast else 128, 4 if rows == 16 else 8, 3
+    large = kind == "dense" and pairs <= processors // 4
+    block_n, warps, stages = 128 if large else 64, 4 if rows <= 32 else 8, 3
     buffers = stages - 1 if rows < 64 else stages                           # of keys and of values, in shared memory
     while block_n > 16 and 2 * (buffers * block_n + rows) * block_d * itemsize > shared:
         block_n //= 2
-    each = min(2 * processors // pairs, 16) if fast else processors // pairs
-    return block_n, warps, stages, pairs * max(1, min(each, triton.cdiv(tokens, block_n)))
+    pieces = 2 * processors
+    if large:                                                               # a whole number for each pair
+        pieces = pairs * (processors // pairs)
+    elif kind == "fast":
+        pieces = pairs * max(1, min(2 * processors // pairs, 16))
+    return block_n, warps, stages, min(pieces, pairs * triton.cdiv(tokens, block_n))
 
 
 def strides(x):
@@ -560,10 +569,10 @@ def attend_triton(q, k, v, keys, values, compact_keys, compact_values, plan, sca
     is cut, where there is a compact buffer and no logits are asked for.
     """
     B, _, D = q.shape
-    fast = compact_keys is not None and logits is None
+    kind = "logits" if logits is not None else "dense" if compact_keys is None else "fast"
     queries = queries if logits is not None else 1                          # nobody asks for the older queries' logits
     rows = max(16, triton.next_power_of_2(queries * q.shape[1] // k.shape[1]))
-    tile = attend_tile(B * k.shape[1], keys.shape[2], fast, rows, triton.next_power_of_2(max(D, 16)),
+    tile = attend_tile(B * k.shape[1], keys.shape[2], kind, rows, triton.next_power_of_2(max(D, 16)),
                        q.element_size(), q.device)
     return launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring,
                          queries, logits)
@@ -605,115 +614,133 @@ def candidates(plan, b, sink, recent):
 
 
 @jit
-def row_sums_kernel(logits, plan, sums, sink, recent, B, G, R, parts, strides, PART: tl.constexpr):
+def exp(x):
+    """tl.exp in two instructions instead of five: what it costs more are numbers below 1e-38, which become 0 here."""
+    return tl.exp2(x * LOG2_E)
+
+
+@jit
+def place_kernel(plan, place, sink, recent, C, w_position, beta, power, eta, eps, BLOCK: tl.constexpr):
+    """The part of the prior that all layers and heads of a row share: w_pos (-beta x^power + eta ln max(1 - x, eps)).
+
+    -inf outside the candidates.
+    """
+    b = tl.program_id(0)
+    _, lo, hi = candidates(plan, b, sink, recent)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scale = 1.0 / tl.maximum(hi - lo - 1, 1).to(tl.float32)
+    x, rest = (at - lo).to(tl.float32) * scale, (hi - 1 - at).to(tl.float32) * scale    # rest is 1 - x, exact near 0
+    rest = tl.where(hi - lo > 1, rest, 1.0)
+    curve = tl.where(power == 0, 1.0, tl.exp2(power * tl.log2(tl.maximum(x, 1e-30))))
+    log_r = w_position * (-beta * curve + eta * tl.log(tl.maximum(rest, eps)))
+    tl.store(place + b * C + at, tl.where((lo <= at) & (at < hi), log_r, float("-inf")), mask=at < C)
+
+
+@jit
+def row_sums_kernel(logits, plan, sums, sink, recent, B, G, R, C, parts, strides, PART: tl.constexpr,
+                    LANES: tl.constexpr, WIDE: tl.constexpr):
     """One program takes one evidence row over one part of PART positions: its largest logit and its sum of exp.
 
-    -1e30 stands for "nothing seen yet": unlike -inf it can be subtracted from itself.
+    Each of LANES lanes keeps a running maximum and sum of its own, so that they meet only once, at the end. -1e30
+    stands for "nothing seen yet": unlike -inf it can be subtracted from itself. All up to C is loaded, because that
+    goes in wide loads; what is no candidate is dropped afterwards.
     """
     cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g, r)
     r, g, b, layer = cell % R, cell // R % G, cell // R // G % B, cell // R // G // B
     slow, lo, hi = candidates(plan, b, sink, recent)
     if slow == 0:
         return
-    at = part * PART + tl.arange(0, PART)
     row = logits + offset(strides, layer, b, g) + r * strides[3]
-    z = tl.load(row + at, mask=(lo <= at) & (at < hi), other=float("-inf")).to(tl.float32)
-    top = tl.maximum(tl.max(z), -1e30)
-    tl.store(sums + (cell * parts + part) * 2, top)
-    tl.store(sums + (cell * parts + part) * 2 + 1, tl.sum(tl.exp(z - top)))
+    lane = tl.arange(0, LANES)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    top, total = tl.full([LANES], -1e30, tl.float32), tl.zeros([LANES], tl.float32)
+    for start in range(part * PART, tl.minimum(part * PART + PART, hi), LANES * WIDE):
+        at = start + lane
+        z = tl.load(row + at, mask=at < C, other=0).to(tl.float32)
+        z = tl.where((lo <= at) & (at < hi), z, float("-inf"))
+        higher = tl.maximum(top, tl.max(z, 1))
+        total = total * exp(top - higher) + tl.sum(exp(z - higher[:, None]), 1)
+        top = higher
+    highest = tl.max(top)
+    tl.store(sums + (cell * parts + part) * 2, highest)
+    tl.store(sums + (cell * parts + part) * 2 + 1, tl.sum(total * exp(top - highest)))
 
 
 @jit
-def log_prior(key_norms, at, inside, lo, hi, gamma, w_norm, w_position, beta, power, eta, eps):
-    """log r before it is normalised, -inf outside the candidates."""
-    norm = tl.load(key_norms + at, mask=inside, other=1)
-    scale = 1.0 / tl.maximum(hi - lo - 1, 1).to(tl.float32)
-    x, rest = (at - lo).to(tl.float32) * scale, (hi - 1 - at).to(tl.float32) * scale    # rest is 1 - x, exact near 0
-    rest = tl.where(hi - lo > 1, rest, 1.0)
-    curve = tl.where(power == 0, 1.0, tl.exp2(power * tl.log2(tl.maximum(x, 1e-30))))
-    place = -beta * curve + eta * tl.log(tl.maximum(rest, eps))
-    log_r = -w_norm * gamma * tl.log(tl.maximum(norm, eps)) + w_position * place
-    return tl.where(inside, log_r, float("-inf"))
+def evidence_kernel(logits, key_norms, place, plan, row_sums, log_f, log_r, sums, sink, recent, B, G, R, C, row_parts,
+                    parts, strides, norm_strides, lean, eps, ALPHA: tl.constexpr, BLOCK_R: tl.constexpr,
+                    BLOCK_P: tl.constexpr, PART: tl.constexpr):
+    """One program joins the R rows of one KV head over one part, and finds its prior: log f and log r, not normalised.
 
-
-@jit
-def evidence_kernel(logits, key_norms, plan, row_sums, log_f, sums, sink, recent, B, G, R, C, parts, strides,
-                    norm_strides, gamma, w_norm, w_position, beta, power, eta, eps, ALPHA: tl.constexpr,
-                    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """One program joins the R rows of one KV head over one part: log f before it is normalised.
-
+    The rows come BLOCK_R at a time, laid out so that a thread holds all of a position's and joins them by itself.
     Besides, for the closed form of lambda, sums over the part of f, f f, r, r r and f r, each relative to the largest
-    f and r of the part, as in a running softmax. `sums` [cells, parts, 8]: max f, f, f f, max r, r, r r, f r, R.
+    f and r of the part. `sums` [cells, parts, 8]: max f, f, f f, max r, r, r r, f r, the number of rows that see.
     """
     cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g)
     g, b, layer = cell % G, cell // G % B, cell // G // B
     slow, lo, hi = candidates(plan, b, sink, recent)
     if slow == 0:
         return
-    r, p = tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_P)[None, :]
-    of = row_sums + ((cell * R + r) * parts + p) * 2
-    made = (r < R) & (p < parts)
-    top = tl.load(of, mask=made, other=-1e30)
-    row_top = tl.max(top, 1)
-    row_sum = tl.sum(tl.load(of + 1, mask=made, other=0) * tl.exp(top - row_top[:, None]), 1)
-    sees = (row_sum > 0)[:, None]                                           # a row that sees no candidate is left out
-    lse = (row_top + tl.log(tl.where(row_sum > 0, row_sum, 1)))[:, None]
-    rows = tl.sum(tl.where(row_sum > 0, 1, 0))
+    at = part * PART + tl.arange(0, PART)
+    inside = (lo <= at) & (at < hi)
     logits += offset(strides, layer, b, g)
-    key_norms += offset(norm_strides, layer, b, g)
-    log_f += cell * C
-    top_f, top_r = tl.full([BLOCK], -1e30, tl.float32), tl.full([BLOCK], -1e30, tl.float32)
-    f, ff, fr, rr, prior = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32),
-                            tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
-    for start in range(0, PART, BLOCK):
-        at = part * PART + start + tl.arange(0, BLOCK)
-        inside = (lo <= at) & (at < hi)
-        z = tl.load(logits + r * strides[3] + at[None, :], mask=sees & inside[None, :], other=float("-inf"))
-        log_p = z.to(tl.float32) - lse
+    rows = 0
+    peak, total = tl.full([PART], -1e30, tl.float32), tl.zeros([PART], tl.float32)
+    for first in range(0, R, BLOCK_R):
+        r, p = first + tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_P)[None, :]
+        z = tl.load(logits + r * strides[3] + at[None, :], mask=(r < R) & (at < C)[None, :], other=0)
+        of, made = row_sums + ((cell * R + r) * row_parts + p) * 2, (r < R) & (p < row_parts)
+        tops = tl.load(of, mask=made, other=-1e30)
+        top = tl.max(tops, 1)
+        mass = tl.sum(tl.load(of + 1, mask=made, other=0) * exp(tops - top[:, None]), 1)
+        sees = mass > 0                                                     # a row that sees no candidate is left out
+        rows += tl.sum(sees.to(tl.int32))
+        lse = tl.where(sees, top + tl.log(tl.where(sees, mass, 1)), float("inf"))[:, None]
         if ALPHA == 0:
-            log_e = tl.sum(tl.where(sees, log_p, 0), 0) / tl.maximum(rows, 1)
-        else:
-            scaled = tl.where(sees, log_p * ALPHA, float("-inf"))
-            peak = tl.maximum(tl.max(scaled, 0), -1e30)
-            log_e = (peak + tl.log(tl.sum(tl.exp(scaled - peak[None, :]), 0))) / ALPHA
-        log_e = tl.where(inside, log_e, float("-inf"))
-        tl.store(log_f + at, log_e, mask=inside)
-        log_r = log_prior(key_norms, at, inside, lo, hi, gamma, w_norm, w_position, beta, power, eta, eps)
-        higher_f, higher_r = tl.maximum(top_f, log_e), tl.maximum(top_r, log_r)
-        fade_f, fade_r = tl.exp(top_f - higher_f), tl.exp(top_r - higher_r)
-        new_f, new_r = tl.exp(log_e - higher_f), tl.exp(log_r - higher_r)
-        f, ff = f * fade_f + new_f, ff * fade_f * fade_f + new_f * new_f
-        prior, rr = prior * fade_r + new_r, rr * fade_r * fade_r + new_r * new_r
-        fr = fr * fade_f * fade_r + new_f * new_r
-        top_f, top_r = higher_f, higher_r
-    max_f, max_r = tl.max(top_f), tl.max(top_r)
-    fade_f, fade_r = tl.exp(top_f - max_f), tl.exp(top_r - max_r)
+            total += tl.sum(tl.where(sees[:, None], z.to(tl.float32) - lse, 0), 0)
+        else:                                                               # in base 2: a multiply and an add per logit
+            log_p = z.to(tl.float32) * (ALPHA * LOG2_E) - lse * (ALPHA * LOG2_E)
+            higher = tl.maximum(peak, tl.max(log_p, 0))
+            total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(log_p - higher[None, :]), 0)
+            peak = higher
+    if ALPHA == 0:
+        log_e = total / tl.maximum(rows, 1)
+    else:
+        log_e = (peak + tl.log2(total)) / (ALPHA * LOG2_E)
+    log_e = tl.where(inside, log_e, float("-inf"))
+    norm = tl.load(key_norms + offset(norm_strides, layer, b, g) + at, mask=at < C, other=1)
+    log_prior = tl.load(place + b * C + at, mask=at < C, other=float("-inf"))
+    log_prior -= lean * tl.log(tl.maximum(tl.where(inside, norm, 1), eps))
+    tl.store(log_f + cell * C + at, log_e, mask=at < C)
+    tl.store(log_r + cell * C + at, log_prior, mask=at < C)
+    max_f, max_r = tl.maximum(tl.max(log_e), -1e30), tl.maximum(tl.max(log_prior), -1e30)
+    f, q = exp(log_e - max_f), exp(log_prior - max_r)
     to = sums + (cell * parts + part) * 8
     tl.store(to, max_f)
-    tl.store(to + 1, tl.sum(f * fade_f))
-    tl.store(to + 2, tl.sum(ff * fade_f * fade_f))
+    tl.store(to + 1, tl.sum(f))
+    tl.store(to + 2, tl.sum(f * f))
     tl.store(to + 3, max_r)
-    tl.store(to + 4, tl.sum(prior * fade_r))
-    tl.store(to + 5, tl.sum(rr * fade_r * fade_r))
-    tl.store(to + 6, tl.sum(fr * fade_f * fade_r))
+    tl.store(to + 4, tl.sum(q))
+    tl.store(to + 5, tl.sum(q * q))
+    tl.store(to + 6, tl.sum(f * q))
     tl.store(to + 7, rows.to(tl.float32))
 
 
 @jit
-def fuse_kernel(key_norms, plan, sums, log_f, log_s, lam_out, sink, recent, B, G, C, parts, norm_strides,
-                gamma, w_norm, w_position, beta, power, eta, eps, cap_single, cap_multi,
-                BLOCK_P: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """One program finds lambda of its KV head from the sums of all parts, and log s over one part."""
-    cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g)
-    g, b, layer = cell % G, cell // G % B, cell // G // B
-    slow, lo, hi = candidates(plan, b, sink, recent)
+def mix_kernel(plan, sums, lam_out, mix, sink, recent, B, G, parts, cap_single, cap_multi, BLOCK_P: tl.constexpr):
+    """One program finds lambda of its KV head from the sums of all parts.
+
+    mix [cells, 3]: log s = logaddexp(log f + mix 0, log r + mix 1), where log f counts as 0 if mix 2 is set: no row
+    sees a candidate, and the evidence is flat.
+    """
+    cell = tl.program_id(0).to(tl.int64)                                    # (layer, b, g)
+    slow, lo, hi = candidates(plan, cell // G % B, sink, recent)
     if slow == 0:
         return
     p = tl.arange(0, BLOCK_P)
     of = sums + (cell * parts + p) * 8
     top_f, top_r = tl.load(of, mask=p < parts, other=-1e30), tl.load(of + 3, mask=p < parts, other=-1e30)
     max_f, max_r = tl.max(top_f), tl.max(top_r)
-    fade_f, fade_r = tl.exp(top_f - max_f), tl.exp(top_r - max_r)
+    fade_f, fade_r = exp(top_f - max_f), exp(top_r - max_r)
     f = tl.sum(tl.load(of + 1, mask=p < parts, other=0) * fade_f)
     ff = tl.sum(tl.load(of + 2, mask=p < parts, other=0) * fade_f * fade_f)
     r = tl.sum(tl.load(of + 4, mask=p < parts, other=0) * fade_r)
@@ -727,19 +754,31 @@ def fuse_kernel(key_norms, plan, sums, log_f, log_s, lam_out, sink, recent, B, G
     square = ff - 2 * fr + rr
     lam = tl.where(square > 0, (ff - fr) / square, 0)
     lam = tl.minimum(tl.maximum(lam, 0), tl.where(rows > 1, cap_multi, cap_single))
-    if part == 0:
-        tl.store(lam_out + cell, lam)
-    key_norms += offset(norm_strides, layer, b, g)
-    for start in range(0, PART, BLOCK):
-        at = part * PART + start + tl.arange(0, BLOCK)
-        inside = (lo <= at) & (at < hi)
-        log_e = tl.load(log_f + cell * C + at, mask=inside, other=0)
-        log_r = log_prior(key_norms, at, inside, lo, hi, gamma, w_norm, w_position, beta, power, eta, eps)
-        one = tl.log(1 - lam) + tl.where(flat, 0, log_e) - max_f - tl.log(f)
-        other = tl.log(lam) + log_r - max_r - tl.log(r)
-        peak = tl.maximum(tl.maximum(one, other), -1e30)
-        mixed = peak + tl.log(tl.exp(one - peak) + tl.exp(other - peak))
-        tl.store(log_s + cell * C + at, mixed, mask=inside)
+    tl.store(lam_out + cell, lam)
+    tl.store(mix + cell * 3, tl.log(1 - lam) - max_f - tl.log(f))
+    tl.store(mix + cell * 3 + 1, tl.log(lam) - max_r - tl.log(r))
+    tl.store(mix + cell * 3 + 2, flat.to(tl.float32))
+
+
+@jit
+def fuse_kernel(plan, mix, log_f, log_s, sink, recent, B, G, C, BLOCK: tl.constexpr):
+    """One program mixes evidence and prior of BLOCK positions of one KV head, in the place of log r.
+
+    -inf outside the candidates.
+    """
+    cell = tl.program_id(0).to(tl.int64)                                    # (layer, b, g)
+    slow, lo, hi = candidates(plan, cell // G % B, sink, recent)
+    if slow == 0:
+        return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    log_e = tl.load(log_f + cell * C + at, mask=at < C, other=0)
+    log_r = tl.load(log_s + cell * C + at, mask=at < C, other=0)
+    one = tl.load(mix + cell * 3) + tl.where(tl.load(mix + cell * 3 + 2) > 0, 0, log_e)
+    other = tl.load(mix + cell * 3 + 1) + log_r
+    high, low = tl.maximum(one, other), tl.minimum(one, other)
+    seen = (lo <= at) & (at < hi) & (high > float("-inf"))
+    mixed = tl.where(seen, high + tl.log(1 + exp(low - high)), float("-inf"))
+    tl.store(log_s + cell * C + at, mixed, mask=at < C)
 
 
 @jit
@@ -748,8 +787,8 @@ def larger(a, b):
 
 
 @jit
-def load_scores(scores, at, inside, lo, hi):
-    return tl.load(scores + at, mask=inside & (lo <= at) & (at < hi), other=float("-inf"))
+def load_scores(scores, at, inside, C):
+    return tl.load(scores + at, mask=inside & (0 <= at) & (at < C), other=float("-inf"))
 
 
 @jit
@@ -759,8 +798,8 @@ def positions_of(block, BLOCKS: tl.constexpr, HALF: tl.constexpr):
 
 
 @jit
-def window_max(scores, at, inside, lo, hi, REACH: tl.constexpr, HALF: tl.constexpr):
-    """The maximum within +-REACH of each position of `at` [heads, blocks, HALF], inside the candidates.
+def window_max(scores, at, inside, C, REACH: tl.constexpr, HALF: tl.constexpr):
+    """The maximum within +-REACH of each position of `at` [heads, blocks, HALF]; scores are -inf beyond the candidates.
 
     `at` counts on along its last two axes, in blocks of HALF, a power of two. The window +-HALF of the position at
     place j in its block is the previous block from j on, the whole block, and the next block up to j: two running
@@ -772,9 +811,9 @@ def window_max(scores, at, inside, lo, hi, REACH: tl.constexpr, HALF: tl.constex
     best = tl.full(at.shape, float("-inf"), tl.float32)
     for i in range((2 * REACH + 2 * HALF) // (2 * HALF + 1)):
         centre = at + tl.minimum(i * (2 * HALF + 1) - (REACH - HALF), REACH - HALF)
-        previous = load_scores(scores, centre - HALF, inside, lo, hi)
-        following = load_scores(scores, centre + HALF, inside, lo, hi)
-        best = tl.maximum(best, tl.max(load_scores(scores, centre, inside, lo, hi), 2)[:, :, None])
+        previous = load_scores(scores, centre - HALF, inside, C)
+        following = load_scores(scores, centre + HALF, inside, C)
+        best = tl.maximum(best, tl.max(load_scores(scores, centre, inside, C), 2)[:, :, None])
         best = tl.maximum(best, tl.associative_scan(previous, 2, larger, reverse=True))
         best = tl.maximum(best, tl.associative_scan(following, 2, larger))
     return best
@@ -785,8 +824,8 @@ def compete_kernel(log_s, plan, scores, sink, recent, B, G, C, nms_alpha, exclus
                    REACH: tl.constexpr, HALF: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKS: tl.constexpr):
     """One program takes BLOCKS * HALF positions of all KV heads of one layer through soft-NMS and exclusivity.
 
-    scores over the whole capacity: -inf outside the candidates; a candidate is at least -3e38, so that even one that
-    no row sees ranks before what is no candidate.
+    -inf outside the candidates; a candidate is at least -3e38, so that even one that no row sees ranks before what is
+    no candidate.
     """
     cell = tl.program_id(0).to(tl.int64)                                    # (layer, b)
     slow, lo, hi = candidates(plan, cell % B, sink, recent)
@@ -795,13 +834,13 @@ def compete_kernel(log_s, plan, scores, sink, recent, B, G, C, nms_alpha, exclus
     g = tl.arange(0, BLOCK_G)[:, None, None]
     at = positions_of(tl.program_id(1), BLOCKS, HALF)
     head = (cell * G + g) * C
-    s = load_scores(log_s + head, at, g < G, lo, hi)
+    s = load_scores(log_s + head, at, g < G, C)
     if REACH > 0:
-        best = window_max(log_s + head, at + tl.zeros_like(g), g < G, lo, hi, REACH, HALF)
+        best = window_max(log_s + head, at + tl.zeros_like(g), g < G, C, REACH, HALF)
         s = tl.where(s == float("-inf"), s, s - nms_alpha * (best - s))
     scaled = s / temperature
     peak = tl.maximum(tl.max(scaled, 0), -1e30)[None, :, :]
-    log_share = scaled - peak - tl.log(tl.sum(tl.exp(scaled - peak), 0))[None, :, :]
+    log_share = scaled - peak - tl.log(tl.sum(exp(scaled - peak), 0))[None, :, :]
     s = tl.where(s == float("-inf"), s, s + exclusivity_alpha * tl.maximum(log_share, log_eps))
     s = tl.where((lo <= at) & (at < hi), tl.maximum(s, -3e38), float("-inf"))
     tl.store(scores + head + at, s, mask=(g < G) & (at < C))
@@ -816,8 +855,8 @@ def spread_kernel(scores, plan, out, sink, recent, B, G, C, REACH: tl.constexpr,
     if slow == 0:
         return
     at = positions_of(tl.program_id(1), BLOCKS, HALF)
-    s = load_scores(scores + cell * C, at, True, lo, hi).to(tl.float64)
-    best = window_max(scores + cell * C, at, True, lo, hi, REACH, HALF).to(tl.float64)
+    s = load_scores(scores + cell * C, at, True, C).to(tl.float64)
+    best = window_max(scores + cell * C, at, True, C, REACH, HALF).to(tl.float64)
     tl.store(out + cell * C + at, tl.where((lo <= at) & (at < hi), best + 1e-6 * s, float("-inf")), mask=at < C)
 
 
@@ -836,7 +875,7 @@ def gather_kernel(chosen, keys, values, plan, positions, compact_keys, compact_v
         return
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     selected = (lo <= slot) & (slot < lo + tl.minimum(K, hi - lo))
-    position = tl.load(chosen + cell * count + slot - lo, mask=selected, other=0)
+    position = tl.load(chosen + cell * count + slot - lo, mask=selected, other=0).to(tl.int64)
     tl.store(positions + offset(position_strides, layer, b, g) + slot - lo, position, mask=selected)
     position = tl.where(slot < lo, slot, position)
     d = tl.arange(0, BLOCK_D)
@@ -859,24 +898,24 @@ def scores_triton(logits, key_norms, plan, sink, recent, config):
     two -inf marks what is no candidate, and a candidate that no row sees has -3e38.
     """
     n, B, G, R, C = logits.shape
-    part = 4096
-    parts = triton.cdiv(C, part)
-    row_sums = torch.empty(n, B, G, R, parts, 2, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(n, B, G, parts, 8, dtype=torch.float32, device=logits.device)
-    lam = torch.empty(n, B, G, dtype=torch.float32, device=logits.device)
+    row_part, part = 32768, 1024
+    row_parts, parts = triton.cdiv(C, row_part), triton.cdiv(C, part)
+    place, row_sums, sums, lam, mix = (
+        torch.empty(shape, dtype=torch.float32, device=logits.device)
+        for shape in ((B, C), (n, B, G, R, row_parts, 2), (n, B, G, parts, 8), (n, B, G), (n, B, G, 3)))
     log_f, log_s, scores = (torch.empty(n, B, G, C, dtype=torch.float32, device=logits.device) for _ in range(3))
-    prior = [float(knob) for knob in (config.gamma, config.weight_norm, config.weight_position,
-                                      -math.log(config.theta) / config.p, config.position_power,
-                                      config.position_eta, config.eps)]
-    block_p, block_r = triton.next_power_of_2(parts), triton.next_power_of_2(R)
-    row_sums_kernel[(n * B * G * R, parts)](logits, plan, row_sums, sink, recent, B, G, R, parts, logits.stride(),
-                                            part, num_warps=8)
+    place_kernel[(B, parts)](
+        plan, place, sink, recent, C, float(config.weight_position), -math.log(config.theta) / config.p,
+        float(config.position_power), float(config.position_eta), config.eps, part)
+    row_sums_kernel[(n * B * G * R, row_parts)](logits, plan, row_sums, sink, recent, B, G, R, C, row_parts,
+                                                logits.stride(), row_part, 512, 8, num_warps=8)
     evidence_kernel[(n * B * G, parts)](
-        logits, key_norms, plan, row_sums, log_f, sums, sink, recent, B, G, R, C, parts, logits.stride(),
-        key_norms.stride(), *prior, config.alpha, block_r, block_p, part, max(128, part // block_r // 2), num_warps=8)
-    fuse_kernel[(n * B * G, parts)](
-        key_norms, plan, sums, log_f, log_s, lam, sink, recent, B, G, C, parts, key_norms.stride(), *prior,
-        config.lambda_cap_single, config.lambda_cap_multi, block_p, part, 1024, num_warps=8)
+        logits, key_norms, place, plan, row_sums, log_f, log_s, sums, sink, recent, B, G, R, C, row_parts, parts,
+        logits.stride(), key_norms.stride(), float(config.weight_norm * config.gamma), config.eps, config.alpha,
+        min(4, triton.next_power_of_2(R)), triton.next_power_of_2(row_parts), part)
+    mix_kernel[(n * B * G,)](plan, sums, lam, mix, sink, recent, B, G, parts, config.lambda_cap_single,
+                             config.lambda_cap_multi, triton.next_power_of_2(parts))
+    fuse_kernel[(n * B * G, parts)](plan, mix, log_f, log_s, sink, recent, B, G, C, part)
     reach = min(config.nms_window // 2, C)
     half, block_g = window_tile(reach), triton.next_power_of_2(G)
     blocks = max(1, min(2048 // block_g, triton.next_power_of_2(C)) // half)
@@ -898,15 +937,14 @@ def publish_triton(logits, key_norms, keys, values, plan, sink, recent, config,
                    positions, compact_keys, compact_values):
     """As publish_torch, without a look at the plan from the host: it can be captured in a graph.
 
-    The scores are found in four or five launches for all layers and rows at once. The K best are torch.topk's, put
-    into ascending order by torch.sort. keys and values must have the same strides, and so must the compact buffers.
+    Every launch serves all layers and rows at once. The K best are torch.topk's, put into ascending order by
+    torch.sort. keys and values must have the same strides, and so must the compact buffers.
     """
     n, B, G, _, C = logits.shape
-    K, D = positions.shape[-1], keys.shape[-1]
-    scores = scores_triton(logits, key_norms, plan, sink, recent, config)[-1]
-    best = scores.topk(min(K, C), sorted=False)
-    chosen = best.indices.masked_fill_(best.values == float("-inf"), C).sort(-1).values     # candidates come first
-    slots = compact_keys.shape[-2]
+    K, D, slots = positions.shape[-1], keys.shape[-1], compact_keys.shape[-2]
+    best = scores_triton(logits, key_norms, plan, sink, recent, config)[-1].topk(min(K, C), sorted=False)
+    chosen = best.indices.to(torch.int32).masked_fill_(best.values == float("-inf"), C)     # candidates come first
+    chosen = chosen.sort(-1).values
     gather_kernel[(n * B * G, triton.cdiv(slots, 32))](
         chosen, keys, values, plan, positions, compact_keys, compact_values, sink, recent, B, G, K, chosen.shape[-1],
         keys.stride(), positions.stride(), compact_keys.stride(), D, triton.next_power_of_2(D), 32)

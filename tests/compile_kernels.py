@@ -88,7 +88,6 @@ def main():
     driver = NoGPU()
     triton.runtime.driver.set_active(driver)
     triton.JITFunction.run = compile_only
-    torch.Tensor.topk = lambda x, *_, **__: torch.return_types.topk((x[..., :2048], x[..., :2048].long()))
     bad, seen = 0, set()
     for capability, limits in CARDS.items():
         driver.capability, kernels.card = capability, lambda _: limits

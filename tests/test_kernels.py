@@ -62,7 +62,8 @@ def test_linear_and_swiglu_are_torchs(device, rows):
         weight = torch.randn(2 * 37, 72, device=device, dtype=dtype) / 8
         residual = torch.randn(rows, 2 * 37, device=device, dtype=dtype)
         for args in ((None, 0.0, None), (norm, 1e-6, None), (None, 0.0, residual), (norm, 1e-6, residual)):
-            close(TRITON.linear(x, weight, *args), TORCH.linear(wide(x), wide(weight), *map(wide, args)), ERROR[dtype])
+            want = TORCH.linear(wide(x), wide(weight), *map(wide, args))
+            close(TRITON.linear(x, weight, *args[:2], args[2] if args[2] is None else args[2].clone()), want, ERROR[dtype])
         close(TRITON.swiglu(x, weight, norm, 1e-6), TORCH.swiglu(*map(wide, (x, weight, norm)), 1e-6), ERROR[dtype])
 
 
