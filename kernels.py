@@ -861,8 +861,102 @@ def spread_kernel(scores, plan, out, sink, recent, B, G, C, REACH: tl.constexpr,
 
 
 @jit
-def gather_kernel(chosen, keys, values, plan, positions, compact_keys, compact_values, sink, recent, B, G, K, count,
-                  key_strides, position_strides, compact_strides, D: tl.constexpr, BLOCK_D: tl.constexpr,
+def sortable(score):
+    """A score's bits as an integer that orders as scores do."""
+    if score.dtype == tl.float64:
+        bits = score.to(tl.int64, bitcast=True)
+        return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    else:
+        bits = score.to(tl.int32, bitcast=True)
+        return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def narrow_kernel(scores, plan, state, next_state, counts, next_counts, tally, sink, recent, B, G, C, K, parts,
+                  lowest, before, shift, BLOCK_P: tl.constexpr, PART: tl.constexpr):
+    """One round of the search for the K-th best score of each KV head; a program counts one part of one head.
+
+    Known is a bracket of sortable scores, low to last, how many it holds, and how many of these are wanted, best
+    first. A round cuts the bracket into 32 bins of 2^shift and counts what falls into each. The next round adds up
+    the counts of all parts, goes on with the bin that the K-th best is in, and notes in `tally` how many of its own
+    part lie above that bin and in it. Once all that a bracket holds is wanted the search is over: with 128K scores
+    after five rounds of seven, or eight of thirteen in float64, where equal scores do not need the rest.
+
+        low |......|..........|.......|########|###| last       bins, and what each holds
+                                 wanted: |--- K ---|             the K-th best is in the third: on with that one
+
+    state [cells, 4] int64: low, last, held, wanted; counts [cells, parts, 32]; tally [cells, parts, 2]. `before` is
+    the shift of the round before, -1 in the first; shift is -1 in a last round that only adds up. state and counts
+    are not written where they are read, for other programs still read them.
+    """
+    cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g)
+    slow, lo, hi = candidates(plan, cell // G % B, sink, recent)
+    if slow == 0:
+        return
+    bin, p = tl.arange(0, 32), tl.arange(0, BLOCK_P)[:, None]
+    its_tally = tally + (cell * parts + part) * 2
+    if before < 0:
+        low = tl.cast(lowest, tl.int64)
+        last = -1 - low
+        wanted = tl.minimum(K, hi - lo).to(tl.int64)                        # what is no candidate has -inf, the lowest
+        held = tl.where(wanted > 0, C, 0).to(tl.int64)
+        tl.store(its_tally, 0)
+        tl.store(its_tally + 1, tl.minimum(C - part * PART, PART))
+    else:
+        low, last = tl.load(state + cell * 4), tl.load(state + cell * 4 + 1)
+        held, wanted = tl.load(state + cell * 4 + 2), tl.load(state + cell * 4 + 3)
+        if wanted < held:
+            its_counts = counts + cell * parts * 32 + bin
+            count = tl.sum(tl.load(its_counts + p * 32, mask=p < parts, other=0), 0)        # [32]
+            reached = tl.cumsum(count, 0, reverse=True)
+            chosen = tl.sum(tl.where((reached - count < wanted) & (wanted <= reached), bin, 0))
+            own = tl.load(its_counts + part * 32)
+            tl.store(its_tally, tl.load(its_tally) + tl.sum(tl.where(bin > chosen, own, 0)))
+            tl.store(its_tally + 1, tl.sum(tl.where(bin == chosen, own, 0)))
+            wanted -= tl.sum(tl.where(bin > chosen, count, 0))
+            held = tl.sum(tl.where(bin == chosen, count, 0)).to(tl.int64)
+            low += chosen.to(tl.int64) << before
+            last = low + (tl.full([], 1, tl.int64) << before) - 1
+    if part == 0:
+        tl.store(next_state + cell * 4, low)
+        tl.store(next_state + cell * 4 + 1, last)
+        tl.store(next_state + cell * 4 + 2, held)
+        tl.store(next_state + cell * 4 + 3, wanted)
+    if (shift >= 0) & (wanted < held):
+        at = part * PART + tl.arange(0, PART)
+        key = sortable(tl.load(scores + cell * C + at, mask=at < C, other=0))
+        digit = ((key >> shift) - (low.to(key.dtype) >> shift)).to(tl.int32)
+        bracketed = (at < C) & (low.to(key.dtype) <= key) & (key <= last.to(key.dtype))
+        tl.store(next_counts + (cell * parts + part) * 32 + bin, tl.histogram(digit, 32, mask=bracketed))
+
+
+@jit
+def choose_kernel(scores, plan, state, tally, positions, sink, recent, B, G, C, parts, position_strides,
+                  BLOCK_P: tl.constexpr, PART: tl.constexpr):
+    """One program writes the selected positions of one part where they belong: ascending, of equal scores the first.
+
+    The tallies of the parts before it say how many come before its own.
+    """
+    cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g)
+    g, b, layer = cell % G, cell // G % B, cell // G // B
+    slow, lo, hi = candidates(plan, b, sink, recent)
+    if slow == 0:
+        return
+    low, last, wanted = tl.load(state + cell * 4), tl.load(state + cell * 4 + 1), tl.load(state + cell * 4 + 3)
+    p = tl.arange(0, BLOCK_P)
+    above = tl.sum(tl.load(tally + (cell * parts + p) * 2, mask=p < part, other=0))
+    equal = tl.sum(tl.load(tally + (cell * parts + p) * 2 + 1, mask=p < part, other=0))
+    at = part * PART + tl.arange(0, PART)
+    key = sortable(tl.load(scores + cell * C + at, mask=at < C, other=0))
+    ties = (at < C) & (low.to(key.dtype) <= key) & (key <= last.to(key.dtype))
+    keep = ((at < C) & (key > last.to(key.dtype))) | (ties & (equal + tl.cumsum(ties.to(tl.int32), 0) <= wanted))
+    slot = above + tl.minimum(equal, wanted) + tl.cumsum(keep.to(tl.int32), 0) - 1
+    tl.store(positions + offset(position_strides, layer, b, g) + slot, at, mask=keep)
+
+
+@jit
+def gather_kernel(positions, keys, values, plan, compact_keys, compact_values, sink, recent, B, G, K,
+                  position_strides, key_strides, compact_strides, D: tl.constexpr, BLOCK_D: tl.constexpr,
                   BLOCK: tl.constexpr):
     """One program fills BLOCK slots of one KV head's compact buffer: each key and value is read and written once.
 
@@ -875,8 +969,7 @@ def gather_kernel(chosen, keys, values, plan, positions, compact_keys, compact_v
         return
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     selected = (lo <= slot) & (slot < lo + tl.minimum(K, hi - lo))
-    position = tl.load(chosen + cell * count + slot - lo, mask=selected, other=0).to(tl.int64)
-    tl.store(positions + offset(position_strides, layer, b, g) + slot - lo, position, mask=selected)
+    position = tl.load(positions + offset(position_strides, layer, b, g) + slot - lo, mask=selected, other=0)
     position = tl.where(slot < lo, slot, position)
     d = tl.arange(0, BLOCK_D)
     inside = (selected | (slot < lo))[:, None] & (d < D)[None, :]
@@ -933,21 +1026,40 @@ def scores_triton(logits, key_norms, plan, sink, recent, config):
     return log_f, lam, log_s, scores, spread
 
 
+def top_triton(scores, plan, sink, recent, positions):
+    """Write the K best candidates of each KV head's slow rows, ascending, into positions [n, B, G, K] int64.
+
+    scores [n, B, G, C] float32 or float64, -inf where there is no candidate, and there alone.
+    """
+    n, B, G, C = scores.shape
+    part, bits, cells = 4096, 8 * scores.element_size(), n * B * G
+    parts = triton.cdiv(C, part)
+    state, counts, tally = (torch.empty(shape, dtype=dtype, device=scores.device) for shape, dtype in (
+        ((2, cells, 4), torch.int64), ((2, cells, parts, 32), torch.int32), ((cells, parts, 2), torch.int32)))
+    shifts = [-1, *range(bits - 5, 0, -5), 0, -1]
+    for turn, (before, shift) in enumerate(zip(shifts, shifts[1:])):
+        old, new = turn % 2, 1 - turn % 2
+        narrow_kernel[(cells, parts)](
+            scores, plan, state[old], state[new], counts[old], counts[new], tally, sink, recent, B, G, C,
+            positions.shape[-1], parts, -(1 << bits - 1), before, shift, triton.next_power_of_2(parts), part)
+    choose_kernel[(cells, parts)](scores, plan, state[new], tally, positions, sink, recent, B, G, C, parts,
+                                  positions.stride(), triton.next_power_of_2(parts), part, num_warps=8)
+
+
 def publish_triton(logits, key_norms, keys, values, plan, sink, recent, config,
                    positions, compact_keys, compact_values):
     """As publish_torch, without a look at the plan from the host: it can be captured in a graph.
 
-    Every launch serves all layers and rows at once. The K best are torch.topk's, put into ascending order by
-    torch.sort. keys and values must have the same strides, and so must the compact buffers.
+    Every launch serves all layers and rows at once. keys and values must have the same strides, and so must the
+    compact buffers.
     """
-    n, B, G, _, C = logits.shape
+    n, B, G = logits.shape[:3]
     K, D, slots = positions.shape[-1], keys.shape[-1], compact_keys.shape[-2]
-    best = scores_triton(logits, key_norms, plan, sink, recent, config)[-1].topk(min(K, C), sorted=False)
-    chosen = best.indices.to(torch.int32).masked_fill_(best.values == float("-inf"), C)     # candidates come first
-    chosen = chosen.sort(-1).values
+    scores = scores_triton(logits, key_norms, plan, sink, recent, config)[-1]
+    top_triton(scores, plan, sink, recent, positions)
     gather_kernel[(n * B * G, triton.cdiv(slots, 32))](
-        chosen, keys, values, plan, positions, compact_keys, compact_values, sink, recent, B, G, K, chosen.shape[-1],
-        keys.stride(), positions.stride(), compact_keys.stride(), D, triton.next_power_of_2(D), 32)
+        positions, keys, values, plan, compact_keys, compact_values, sink, recent, B, G, K,
+        positions.stride(), keys.stride(), compact_keys.stride(), D, triton.next_power_of_2(D), 32)
 
 
 @dataclass(frozen=True)

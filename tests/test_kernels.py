@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import TORCH, TRITON, scores_triton
+from kernels import TORCH, TRITON, scores_triton, top_triton
 from selector import SelectorConfig, select
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy's, in the interpreter
+pytestmark = [pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),    # NumPy's, in the interpreter
+              pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")]
 NAN, NEVER = float("nan"), float("-inf")
 ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
@@ -262,6 +263,26 @@ def test_every_stage_of_the_selector_is_torchs(device, kv_heads, rows, blind, kn
         for x, y in zip(stages, (want.log_evidence, want.log_fused, want.log_exclusive, want.log_spread)):
             torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(lam[0, b].double(), want.lam, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_best_are_found_among_ties_and_across_parts(device, dtype):
+    """Against a stable sort; equal scores go to the first positions. 9000 scores are three parts of a head."""
+    never = torch.tensor(NEVER, dtype=dtype)
+    plan, sink, recent, G, C = [(0, 0, 9000, 1), (0, 0, 300, 0), (0, 0, 5000, 1), (0, 0, 300, 1)], 3, 50, 3, 9000
+    scores = torch.randn(1, len(plan), G, C, dtype=dtype)
+    scores[:, :, 1] = (scores[:, :, 1] * 2).round() - 0.25                  # a dozen values
+    scores[:, :, 2] = -3e38                                                 # one value
+    for b, (_, _, end, _) in enumerate(plan):
+        scores[:, b, :, :sink], scores[:, b, :, end - recent :] = never, never
+    on_device = torch.tensor(plan, dtype=torch.int32, device=device)
+    for K in (0, 1, 700, 4096):
+        positions = torch.full((1, len(plan), G, K), -1, device=device)
+        top_triton(scores.to(device), on_device, sink, recent, positions)
+        for b, (_, _, end, slow) in enumerate(plan):
+            count = min(K, end - recent - sink) if slow else 0
+            want = scores[0, b].sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(-1).values
+            assert torch.equal(positions[0, b, :, :count].cpu(), want) and (positions[0, b, :, count:] == -1).all()
 
 
 def test_logits_may_end_before_the_cache_does(device):
