@@ -207,18 +207,26 @@ class SlowFastMemory:
         c, on_gpu = model.config, full.keys.is_cuda
         layers, batch, heads, capacity, dim = full.keys.shape
         self.full, self.config, self.batch = full, config, batch
-        self.group = group or (7 if on_gpu else 1)
+        self.rows = config.evidence_queries * c.num_attention_heads // heads        # R
+        self.group = group or (self.best_group(batch * heads * self.rows * capacity) if on_gpu else 1)
         self.stream = torch.cuda.Stream() if overlap and on_gpu else None
         self.done = {}
         kept = min(config.selected, capacity)
         self.positions = torch.zeros(layers, batch, heads, kept, dtype=torch.int64, device=full.keys.device)
         self.compact_keys, self.compact_values = (
             full.keys.new_empty(layers, batch, heads, config.sink + kept, dim) for _ in range(2))
-        self.rows = config.evidence_queries * c.num_attention_heads // heads        # R
         # Two groups' logits: one is selected from while the next is written.
         self.logits = full.key_norms.new_empty(2, self.group, batch, heads, self.rows, capacity, dtype=self.logit_dtype())
         self.ring = full.ring.clone()
         self.edges, self.firsts, self.counts = [0] * batch, [0] * batch, [0] * batch
+
+    def best_group(self, logits):
+        """Layers to select for at once, given the logits of one: seven, or four where even these fill the cache.
+
+        Measured on one H200, slow step with seven and with four: Qwen3-0.6B at batch 1 and 8K 1.49 and 1.53 ms, at 128K
+        with `robust` 6.76 and 6.54.
+        """
+        return max(4, min(7, 2**26 // logits))
 
     def logit_dtype(self):
         """Half-precision models keep half-precision logits: the Selector's traffic is what a slow step adds."""

@@ -6,6 +6,7 @@ them, for the launch in use (*) and for others that were tried; each with its sh
 Kernels are compiled beforehand by --workers processes. Ends in one JSON line.
 """
 import argparse
+import itertools
 import json
 import math
 import subprocess
@@ -37,7 +38,7 @@ def case(name):
     return lambda make: CASES.append((name, make))
 
 
-def empty(*shape, dtype=torch.bfloat16):
+def normal(*shape, dtype=torch.bfloat16):
     return torch.randn(shape, device="cuda").to(dtype)
 
 
@@ -68,7 +69,7 @@ def timed(calls, repeats=9):
 
 
 @triton.jit
-def read_kernel(x, out, n, BLOCK: tl.constexpr, STEPS: tl.constexpr):
+def read_kernel(x, out, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     total = tl.zeros([BLOCK], tl.float32)
     for step in tl.range(0, STEPS, num_stages=3):
         total += tl.load(x + (tl.program_id(0).to(tl.int64) * STEPS + step) * BLOCK
@@ -84,71 +85,66 @@ def copy_kernel(x, out, BLOCK: tl.constexpr):
 
 @case("copy")
 def _():
-    x, y = empty(2**30), empty(2**30)
+    x, y = normal(2**30), normal(2**30)
     return 2**32, [lambda: copy_kernel[(2**30 // 8192,)](x, y, 8192, num_warps=8)]
 
 
 @case("read")
 def _():
-    x, y = empty(2**30), empty(2**17, dtype=torch.float32)
-    return 2**31, [lambda: read_kernel[(2**30 // 8192 // 16,)](x, y, 0, 8192, 16, num_warps=8)]
+    x, y = normal(2**30), normal(2**17, dtype=torch.float32)
+    return 2**31, [lambda: read_kernel[(2**30 // 8192 // 16,)](x, y, 8192, 16, num_warps=8)]
 
 
 def attend_args(B, N, heads=16, kv_heads=8, dim=128, fast=False, logits=None, queries=1, dtype=torch.bfloat16,
-                selected=2048,
-                recent=288):
+                selected=2048, recent=288):
     keys, values = (torch.empty(B, kv_heads, N, dim, device="cuda", dtype=dtype).normal_() for _ in range(2))
-    compact = [empty(B, kv_heads, 4 + selected, dim, dtype=dtype) if fast or logits else None for _ in range(2)]
+    compact = [normal(B, kv_heads, 4 + selected, dim, dtype=dtype) if fast or logits else None for _ in range(2)]
     row = (4 + selected, N - recent, N, 0) if fast else (0, 0, N, 1)
-    return [empty(B, heads, dim, dtype=dtype), empty(B, kv_heads, dim, dtype=dtype),
-            empty(B, kv_heads, dim, dtype=dtype),
+    return [normal(B, heads, dim, dtype=dtype), normal(B, kv_heads, dim, dtype=dtype),
+            normal(B, kv_heads, dim, dtype=dtype),
             keys, values, *compact, torch.tensor([row] * B, dtype=torch.int32, device="cuda"), dim ** -0.5,
             torch.empty(B, kv_heads, N, device="cuda"),
-            empty(B, 16, heads, dim, dtype=dtype) if queries > 1 else None, queries,
+            normal(B, 16, heads, dim, dtype=dtype) if queries > 1 else None, queries,
             torch.empty(B, kv_heads, queries * heads // kv_heads, N, device="cuda", dtype=logits) if logits else None]
 
 
 def attend_case(name, B, N, tile=None, **options):
-    @case(f"attend {name}{' B=%d' % B}{'' if options.get('fast') else ' %dK' % (N // 1024)} {tile or '*'}")
+    length = "" if options.get("fast") else f" {N // 1024}K"
+
+    @case(f"attend {name} B={B}{length} {tile or '*'}")
     def _():
         tokens = 4 + 2048 + 288 if options.get("fast") else N
         nbytes = B * 8 * tokens * 128 * 2 * 2
         sets = [attend_args(B, N, **options) for _ in range(copies(nbytes))]
         if tile is None:
             return nbytes, [lambda a=a: TRITON.attend(*a) for a in sets]
-        full = (*tile[:3], tile[3] * B * 8)
-        return nbytes, [lambda a=a: kernels.launch_attend(full, *a) for a in sets]
+        return nbytes, [lambda a=a: kernels.launch_attend(tile, *a) for a in sets]
 
 
+# (tokens of a tile, warps, stages, pieces)
 for B, N in ((1, 8192), (1, 32768), (1, 131072), (4, 32768), (8, 32768), (8, 8192), (4, 131072), (6, 131072)):
     attend_case("dense", B, N)
+for tile in ((128, 4, 3, 132), (64, 4, 3, 264)):
+    for B, N in ((1, 131072), (4, 32768), (8, 32768), (6, 131072)):
+        attend_case("dense", B, N, tile)
 for B, N in ((1, 8192), (1, 131072), (4, 131072), (8, 131072)):
     attend_case("dense+logits", B, N, logits=torch.bfloat16)
     attend_case("dense+8 queries", B, N, logits=torch.bfloat16, queries=8)
-attend_case("dense+logits 4B", 1, 131072, logits=torch.bfloat16, heads=32)
-attend_case("dense+8 queries 4B", 1, 131072, logits=torch.bfloat16, queries=8, heads=32)
+for tile in (None, (128, 4, 3, 132)):
+    attend_case("dense+logits 4B", 1, 131072, tile, logits=torch.bfloat16, heads=32)
+    attend_case("dense+8 queries 4B", 1, 131072, tile, logits=torch.bfloat16, queries=8, heads=32)
 for B in (1, 4, 6, 8):
     attend_case("fast", B, 8192, fast=True)
-# (tokens of a tile, warps, stages, pieces per pair)
-for tile in ((128, 4, 3, 16), (128, 4, 3, 32), (64, 4, 3, 32), (64, 4, 4, 16), (64, 4, 4, 32), (128, 8, 3, 16)):
-    attend_case("dense", 1, 131072, tile)
-for tile in ((128, 4, 3, 2), (64, 4, 3, 4), (64, 4, 4, 4), (128, 4, 3, 4)):
-    attend_case("dense", 8, 32768, tile)
-for tile in ((64, 4, 3, 8), (64, 4, 3, 16), (64, 4, 3, 37), (32, 4, 3, 16), (32, 4, 4, 32), (64, 4, 2, 16),
-             (128, 4, 2, 16)):
-    attend_case("fast", 1, 8192, tile, fast=True)
-for tile in ((64, 4, 3, 4), (64, 4, 3, 8), (64, 4, 2, 12), (32, 4, 4, 8), (128, 4, 3, 4), (128, 4, 2, 8)):
-    attend_case("fast", 4, 8192, tile, fast=True)
-for tile in ((64, 4, 3, 2), (64, 4, 3, 4), (64, 4, 3, 6), (64, 4, 4, 4), (128, 4, 3, 2), (128, 4, 2, 4)):
-    attend_case("fast", 8, 8192, tile, fast=True)
+    for tile in ((64, 4, 3, 264), (32, 4, 3, 256), (32, 2, 3, 528), (128, 4, 3, 132)):
+        attend_case("fast", B, 8192, tile, fast=True)
 
 
 def linear_case(model, role, M, O, I, how, gated=False, tile=None):
     @case(f"{model} {role} M={M} {how}")
     def _():
         weights = O * I * 2 * (2 if gated else 1)
-        x, norm, residual = empty(M, I), empty(I), empty(M, O) if role in ("o", "down") else None
-        ws = [empty(O * (2 if gated else 1), I) for _ in range(copies(weights))]
+        x, norm, residual = normal(M, I), normal(I), normal(M, O) if role in ("o", "down") else None
+        ws = [normal(O * (2 if gated else 1), I) for _ in range(copies(weights))]
         normed = role in ("qkv", "gate_up", "head")
         def call(w):
             if how == "cublas":
@@ -195,28 +191,27 @@ for model, c in MODELS.items():
                 if not (role == "head" and tile[:2] == ("dot", 16)):
                     linear_case(model, role, M, O, I, " ".join(map(str, tile)), gated, tile)
 
-for model, c in MODELS.items():
-    for M in (1, 8, 2048):
-        @case(f"{model} rms_norm M={M}")
-        def _(c=c, M=M):
-            xs, w = [empty(M, c["hidden"]) for _ in range(8)], empty(c["hidden"])
-            return M * c["hidden"] * 4, [lambda x=x: TRITON.rms_norm(x, w, 1e-6) for x in xs]
+for (model, c), M, (kind, ops) in itertools.product(MODELS.items(), (1, 8, 2048), (("", TRITON), (" torch", TORCH))):
+    @case(f"{model} rms_norm M={M}{kind}")
+    def _(c=c, M=M, ops=ops):
+        xs, w = [normal(M, c["hidden"]) for _ in range(8)], normal(c["hidden"])
+        return M * c["hidden"] * 4, [lambda x=x: ops.rms_norm(x, w, 1e-6) for x in xs]
 
-        @case(f"{model} qk_norm_rope M={M}")
-        def _(c=c, M=M):
-            H, G, D = c["heads"], c["kv_heads"], c["dim"]
-            qkv, tables = empty(M, (H + 2 * G) * D), [empty(4096, D // 2) for _ in range(2)]
-            norms, positions = [empty(D) for _ in range(2)], torch.arange(M, device="cuda")
-            return M * (H + G) * D * 4, [lambda: TRITON.qk_norm_rope(qkv, G, *norms, *tables, positions, 1e-6)] * 8
+    @case(f"{model} qk_norm_rope M={M}{kind}")
+    def _(c=c, M=M, ops=ops):
+        H, G, D = c["heads"], c["kv_heads"], c["dim"]
+        qkv, tables = normal(M, (H + 2 * G) * D), [normal(4096, D // 2) for _ in range(2)]
+        norms, positions = [normal(D) for _ in range(2)], torch.arange(M, device="cuda")
+        return M * (H + G) * D * 4, [lambda: ops.qk_norm_rope(qkv, G, *norms, *tables, positions, 1e-6)] * 8
 
 
 def publish_args(n, B, N, rows, spread, G=8, D=128, K=2048):
     keys, values = (torch.empty(n, B, G, N, D, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2))
-    return [empty(n, B, G, rows, N).mul_(2), keys.float().norm(dim=-1) if n * B * N < 2**19
-            else empty(n, B, G, N, dtype=torch.float32).abs_().add_(9),
+    return [normal(n, B, G, rows, N).mul_(2), keys.float().norm(dim=-1) if n * B * N < 2**19
+            else normal(n, B, G, N, dtype=torch.float32).abs_().add_(9),
             keys, values, torch.tensor([(0, 0, N, 1)] * B, dtype=torch.int32, device="cuda"), 4, 256,
             SelectorConfig(spread=8, alpha=2.0) if spread else SelectorConfig(),
-            torch.zeros(n, B, G, K, dtype=torch.int64, device="cuda"), *(empty(n, B, G, 4 + K, D) for _ in range(2))]
+            torch.zeros(n, B, G, K, dtype=torch.int64, device="cuda"), *(normal(n, B, G, 4 + K, D) for _ in range(2))]
 
 
 def publish_case(n, B, N, rows, spread=False):
@@ -234,28 +229,18 @@ def publish_case(n, B, N, rows, spread=False):
         return logits, [lambda: kernels.scores_triton(args[0], args[1], *args[4:8])]
 
     def scores():
-        return empty(n, B, 8, N, dtype=torch.float32)
+        return torch.randn(n, B, 8, N, dtype=torch.float64 if spread else torch.float32, device="cuda")
 
-    if rows != 2:
-        return
+    @case(f"top {name}")
+    def _():
+        x, plan = scores(), torch.tensor([(0, 0, N, 1)] * B, dtype=torch.int32, device="cuda")
+        positions = torch.empty(n, B, 8, 2048, dtype=torch.int64, device="cuda")
+        return x.nbytes, [lambda: kernels.top_triton(x, plan, 0, 0, positions)]
 
-    @case(f"topk unsorted {name}")
+    @case(f"torch.topk, torch.sort {name}")
     def _():
         x = scores()
-        return x.nbytes, [lambda: x.topk(2048, sorted=False)]
-
-    @case(f"topk + sort {name}")
-    def _():
-        x = scores()
-        def call():
-            best = x.topk(2048, sorted=False)
-            best.indices.masked_fill_(best.values == float("-inf"), N).sort(-1)
-        return x.nbytes, [call]
-
-    @case(f"topk float64 {name}")
-    def _():
-        x = scores().double()
-        return x.nbytes, [lambda: x.topk(2048, sorted=False)]
+        return x.nbytes, [lambda: x.topk(2048, sorted=False).indices.int().sort(-1)]
 
 
 for n, B, N in ((1, 1, 32768), (1, 1, 131072), (7, 1, 8192), (7, 1, 32768), (7, 1, 131072), (7, 4, 32768),
@@ -265,8 +250,6 @@ publish_case(7, 1, 131072, 4)
 publish_case(7, 1, 131072, 16, True)
 publish_case(7, 1, 131072, 32, True)
 
-
-# ---- right?
 
 def wide(x):
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -307,7 +290,7 @@ def check_attend(dtype, heads, queries, bound):
 def check_publish(rows, spread):
     args = publish_args(2, 3, 9000, rows, spread)
     args[4] = torch.tensor([(0, 0, 9000, 1), (2052, 7000, 8000, 0), (0, 0, 1500, 1)], dtype=torch.int32, device="cuda")
-    args[0], args[1] = args[0].float(), args[1]
+    args[0] = args[0].float()
     twin = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
     twin[0], twin[1] = twin[0].double(), twin[1].double()
     TRITON.publish(*args)
@@ -322,9 +305,9 @@ def check_publish(rows, spread):
 
 
 def check_linear(dtype, c, M, bound):
-    x, norm = empty(M, c["hidden"], dtype=dtype), empty(c["hidden"], dtype=dtype)
-    w, both = (empty(n, c["hidden"], dtype=dtype).div_(32) for n in (4096, 2 * c["mlp"]))
-    args = (x, w, norm, 1e-6, empty(M, 4096, dtype=dtype))
+    x, norm = normal(M, c["hidden"], dtype=dtype), normal(c["hidden"], dtype=dtype)
+    w, both = (normal(n, c["hidden"], dtype=dtype).div_(32) for n in (4096, 2 * c["mlp"]))
+    args = (x, w, norm, 1e-6, normal(M, 4096, dtype=dtype))
     check(f"linear {str(dtype)[6:]} {M} x {c['hidden']}", error(TRITON.linear(*args), TORCH.linear(*map(wide, args))),
           bound)
     args = (x, both, norm, 1e-6)
@@ -334,8 +317,8 @@ def check_linear(dtype, c, M, bound):
 
 def check_rope(dtype, c, bound):
     H, G, D = c["heads"], c["kv_heads"], c["dim"]
-    args = (empty(5, (H + 2 * G) * D, dtype=dtype), G, empty(D, dtype=dtype), empty(D, dtype=dtype),
-            *(empty(64, D // 2, dtype=dtype) for _ in range(2)), torch.arange(5, device="cuda") * 7, 1e-6)
+    args = (normal(5, (H + 2 * G) * D, dtype=dtype), G, normal(D, dtype=dtype), normal(D, dtype=dtype),
+            *(normal(64, D // 2, dtype=dtype) for _ in range(2)), torch.arange(5, device="cuda") * 7, 1e-6)
     for part, a, b in zip("qkv", TRITON.qk_norm_rope(*args), TORCH.qk_norm_rope(*map(wide, args))):
         check(f"qk_norm_rope {str(dtype)[6:]} {H} heads, {part}", error(a, b), bound)
 
