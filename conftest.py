@@ -12,3 +12,5 @@ if not torch.cuda.is_available():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA card")
+    for message in (".*encountered in", "All-NaN slice"):   # NumPy's, in Triton's interpreter
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:RuntimeWarning")

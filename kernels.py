@@ -5,12 +5,21 @@ they got: `TORCH` runs on any device, `TRITON` on a CUDA card or in Triton's int
 nothing of tokens, sentences or checkpoints, and keeps no state.
 Paper: memory layout and asynchronous pipeline. SPEC sections 2, 3, 5 and 6.
 
-Symbols: B rows of the batch, M rows of a linear layer, H query heads, G KV heads, D head dim, C capacity of
-the full cache, S = sink + K slots of the compact buffer, R evidence rows of one KV head, W evidence queries.
+Symbols: B rows of the batch, M rows of a linear layer, I and O its inputs and outputs, H query heads, G KV heads, D
+head dim, N cached tokens with the step's own, C capacity of the full cache, K selected tokens, S = sink + K slots of the
+compact buffer, R evidence rows of one KV head, W evidence queries, Q slots of the ring, n layers selected for at once.
 
-A row of `plan` [B, 4] int32 says what one sequence reads in a decode step: (compact, start, end, slow).
-It reads compact-buffer slots [0, compact) and cache positions [start, end), where end - 1 is the step's own
-token. A dense read is (0, 0, N, slow). A slot of the compact buffer is not an absolute position.
+A row of `plan` [B, 4] int32 says what one sequence reads in a decode step: (compact, start, end, slow). It reads
+compact-buffer slots [0, compact) and cache positions [start, end), where end - 1 is the step's own token. A slot of
+the compact buffer is not an absolute position.
+
+    plan row               compact buffer                full cache
+    fast  (c, edge, N, 0)  [0 .. c) sink and selected    [edge ....... N - 1]
+    slow  (0, 0, N, 1)     nothing                       [0 .......... N - 1]   and leaves its logits to the Selector
+    dense (0, 0, N, 0)     nothing                       [0 .......... N - 1]
+
+`ring` keeps the last Q queries, position p in slot p % Q, for a Selector that looks at W > 1 of them. Candidates are
+positions [lo, hi), which the memories call [first, edge).
 """
 from __future__ import annotations
 
@@ -317,6 +326,11 @@ def evidence_logits(window, keys, scale):
 
     window [W, H, D], newest first: row w is the query of position N - 1 - w; keys [G, N, D] -> [G, R, N] with row
     r = w * H/G + h. A query from before the sequence began (w >= N) sees nothing. SPEC section 3.
+
+        position   0 ........ N-3  N-2  N-1
+        w = 0      z           z    z    z          the step's own query
+        w = 1      z           z    z  -inf         the one before
+        w = 2      z           z  -inf -inf
     """
     heads = window.unflatten(1, (keys.shape[0], -1)).transpose(0, 1)        # [G, W, H/G, D]
     z = heads.flatten(1, 2) @ keys.mT * scale                               # [G, R, N]
@@ -387,14 +401,14 @@ def absorb(query, keys, values, left, best, mass, mixed, scale,
     mixed [R, D] the values weighted by the same. -> logits [R, BLOCK_N], and the three brought up to date.
     """
     slot, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    offset = slot[:, None] * D + d[None, :]
+    at = slot[:, None] * D + d[None, :]
     inside = (slot < left)[:, None] & (d < D)[None, :]
-    key = tl.load(keys + offset, mask=inside, other=0)
+    key = tl.load(keys + at, mask=inside, other=0)
     z = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     z = tl.where((slot < left)[None, :], z, float("-inf"))
     higher = tl.maximum(best, tl.max(z, 1))
     p, fade = tl.exp(z - higher[:, None]), tl.exp(best - higher)
-    value = tl.load(values + offset, mask=inside, other=0)
+    value = tl.load(values + at, mask=inside, other=0)
     mixed = tl.dot(p.to(value.dtype), value, mixed * fade[:, None], input_precision="ieee")
     return z, higher, mass * fade + tl.sum(p, 1), mixed
 
@@ -1064,7 +1078,7 @@ def publish_triton(logits, key_norms, keys, values, plan, sink, recent, config,
 
 @dataclass(frozen=True)
 class Ops:
-    """The functions a step is made of, and the bootstrap selection too. Prefill's attention is torch on every device."""
+    """The functions of a step, and of the bootstrap selection. Prefill's attention is torch on every device."""
     rms_norm: Callable
     linear: Callable
     swiglu: Callable
