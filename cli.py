@@ -20,7 +20,8 @@ import plot
 import trace as traces
 import verify
 from selector import SelectorConfig
-from sfi import (PRESETS, Generation, Sampling, SFIConfig, SlowFastMemory, decode, read_prompts, sentence_tokens)
+from sfi import (PRESETS, RETAINS, Generation, Sampling, SFIConfig, SlowFastMemory, decode, read_prompts,
+                 sentence_tokens)
 
 PRESET, RETAIN = "robust", 0.15         # the command line's own; the configuration classes default to the paper's
 COMPARED = 1024                         # tokens on which SFI is compared with full KV: their logits are kept
@@ -81,7 +82,8 @@ def parser():
     knobs = p.add_argument_group("Slow-Fast Inference", "a knob that is not given has the preset's value")
     knobs.add_argument("--preset", choices=tuple(PRESETS), default=PRESET, help="(default: %(default)s)")
     knobs.add_argument("--retain", type=float, metavar="FRACTION",
-                       help=f"K as a fraction of the longest prompt, instead of --selected (default: {RETAIN})")
+                       help=f"K as a fraction of the longest prompt, instead of --selected (default: {RETAIN}); "
+                       + ", ".join(f"{name} has {share} of its own" for name, share in RETAINS.items()))
     add_fields(knobs, SFIConfig)
     add_fields(p.add_argument_group("Selector", "knobs of the scores; not given: the preset's"), SelectorConfig)
     add_fields(p.add_argument_group("sampling"), Sampling)
@@ -263,7 +265,8 @@ def configure(arguments, longest):
     """SFIConfig of preset and flags, for a longest prompt of so many tokens -> config, the fraction retained or None."""
     if arguments.retain is not None and arguments.selected is not None:
         raise ValueError("--retain and --selected both say how many tokens are selected: give one")
-    retain = None if arguments.selected is not None else RETAIN if arguments.retain is None else arguments.retain
+    default = RETAINS.get(arguments.preset, RETAIN)
+    retain = None if arguments.selected is not None else default if arguments.retain is None else arguments.retain
     knobs = given(arguments, SFIConfig) | given(arguments, SelectorConfig)
     if retain is not None:
         if not 0 <= retain <= 1:

@@ -75,6 +75,9 @@ PRESETS = {
                           nms_alpha=0.5, exclusivity_alpha=0.35),
     "robust": dict(evidence_queries=8, alpha=2.0, spread=8),
 }
+# Chosen on documents that no result is reported on: fewest reads that lost nothing (bench/results/NOTES.md).
+PRESETS["robust-doubt"] = PRESETS["robust"] | dict(recent=128, doubt=0.99997, doubt_gap=1)
+RETAINS = {"robust-doubt": 0.02}        # a preset's own K, as a fraction of the prompt
 
 
 class Trigger:

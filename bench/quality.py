@@ -42,7 +42,7 @@ import text
 from fidelity import Probe
 from kernels import publish_torch
 from selector import SelectorConfig, support
-from sfi import SFIConfig, SlowFastMemory, Stepper, decode, read_prompts, sentence_tokens
+from sfi import PRESETS, RETAINS, SFIConfig, SlowFastMemory, Stepper, decode, read_prompts, sentence_tokens
 
 REPORTED, TUNED = 500_000, 600_000              # first held-out seeds: of results, and of choosing settings
 RETAIN = 0.12
@@ -130,16 +130,13 @@ class Method:
         return SFIConfig.preset(self.preset, **knobs)
 
     def described(self):
-        """As JSON can hold it."""
-        return asdict(self) | {"memory": self.memory.__name__}
+        """As JSON can hold it, with the preset's knobs, so that a file of results knows if they change."""
+        return asdict(self) | {"memory": self.memory.__name__, "knobs": PRESETS[self.preset] | self.knobs}
 
 
-# Chosen on seeds from TUNED on: fewest reads that lost nothing at 4K and 8K tokens.
-DOUBT = dict(recent=128, doubt=0.99997, doubt_gap=1)
-SPARE = 0.02                                    # K of the prompt that is enough where doubt repairs the rest
 FULL = Method("full KV", "paper", dict(policy="always"))
 PAPER, QUALITY, ROBUST = (Method(name, name) for name in ("paper", "paper-quality", "robust"))
-SURE = Method("robust + doubt", "robust", DOUBT, retain=SPARE)
+SURE = Method("robust + doubt", "robust-doubt", retain=RETAINS["robust-doubt"])
 RECENCY = Method("recency", "robust", {}, Recency)
 EVIDENCE = Method("evidence alone", "paper", NEUTRAL)
 EXACT = Method("exact top-K", "paper", {}, Exact, dense=True)
@@ -156,7 +153,7 @@ def custom(text):
         except ValueError:
             knobs[name] = value
     method = Method(text, preset, {name: v for name, v in knobs.items() if name != "retain"},
-                    retain=knobs.get("retain", RETAIN))
+                    retain=knobs.get("retain", RETAINS.get(preset, RETAIN)))
     method.config(1000)                                                     # a bad knob is refused here
     return method
 
@@ -717,7 +714,7 @@ def parser():
     p.add_argument("--try", nargs="+", dest="tried", default=[], metavar="PRESET,KNOB=VALUE,...",
                    help="more methods: a preset with knobs, retain among them")
     p.add_argument("--retain", type=float,
-                   help=f"K as a fraction of the prompt (default: {RETAIN}, with doubt {SPARE})")
+                   help=f"K as a fraction of the prompt (default: {RETAIN}, with doubt {SURE.retain})")
     p.add_argument("--budgets", type=float, nargs="+", default=[0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5],
                    help="curve: what a fast step reads, as a fraction of the prompt")
     p.add_argument("--depths", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1])
@@ -772,8 +769,8 @@ def chosen_methods(arguments):
              "why": [PAPER, QUALITY, ROBUST], "file": [PAPER, ROBUST, SURE, RECENCY]}.get(
                  arguments.command, METHODS[1:])
     if arguments.command == "doubt":
-        known = [replace(SURE, name="no doubt", knobs=DOUBT | dict(doubt=0.0))] + [
-            replace(SURE, name=f"{signal} < {threshold:g}", knobs=DOUBT | dict(doubt=threshold), signal=signal)
+        known = [replace(SURE, name="no doubt", knobs=dict(doubt=0.0))] + [
+            replace(SURE, name=f"{signal} < {threshold:g}", knobs=dict(doubt=threshold), signal=signal)
             for signal in SIGNALS for threshold in arguments.thresholds]
     by_name = {m.name: m if arguments.retain is None else replace(m, retain=arguments.retain) for m in known}
     for name in arguments.methods or ():

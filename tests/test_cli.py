@@ -122,6 +122,18 @@ def test_a_trace_is_written_and_verifies_and_a_figure_is_drawn(capsys, prompt, t
     assert "attention" in capsys.readouterr().out
 
 
+def test_a_preset_may_have_a_share_of_its_own(capsys, prompt):
+    for flags, share in ((["robust-doubt"], 0.02), (["robust-doubt", "--retain", "0.1"], 0.1), (["paper"], 0.15)):
+        assert cli.main(["--prompt", str(prompt), "--mode", "sfi", "--max-new-tokens", "2", "--device", "cpu", "--json",
+                         "--preset", *flags]) == 0
+        report = json.loads(capsys.readouterr().err.splitlines()[-1])
+        assert report["retain"] == share
+        assert report["config"]["selected"] == round(share * report["prompts"][0]["prompt_tokens"])
+    assert cli.main(["--prompt", str(prompt), "--mode", "sfi", "--max-new-tokens", "2", "--device", "cpu", "--json",
+                     "--preset", "robust-doubt", "--selected", "7"]) == 0
+    assert json.loads(capsys.readouterr().err.splitlines()[-1])["config"]["selected"] == 7
+
+
 def test_help_is_grouped_and_shows_defaults(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["--help"])

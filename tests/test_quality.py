@@ -17,7 +17,7 @@ import model as qwen3
 import quality
 import text
 from quality import EVIDENCE, EXACT, FULL, PAPER, RECENCY, ROBUST
-from sfi import SFIConfig, generate, read_prompts
+from sfi import RETAINS, SFIConfig, generate, read_prompts
 
 SMALL = dict(recent=16, min_gap=4, refresh_interval=12)
 
@@ -247,6 +247,21 @@ def test_a_chronicle_s_own_answer_is_the_right_choice(tiny):
         right = line["answers"][0] if "answers" in line else line[f"choice_{line['answer']}"]
         assert all(value == 1 for value, _ in case.score(" " + right).values())
         assert "choice" not in tiny.tokenizer.decode(case.prompt).lower()
+
+
+def test_robust_with_doubt_is_the_preset(tiny):
+    config = quality.SURE.config(4000)
+    assert config == SFIConfig.preset("robust-doubt", selected=round(4000 * RETAINS["robust-doubt"]))
+    assert config == quality.custom("robust-doubt").config(4000)
+
+
+def test_results_know_that_a_preset_has_changed(shipped, tmp_path, monkeypatch):
+    run = ["methods", "--lengths", "400", "--documents", "1", "--no-watch", "--methods", "robust + doubt", "--output",
+           str(tmp_path / "m.json")]
+    quality.main(run)
+    monkeypatch.setitem(quality.PRESETS, "robust-doubt", quality.PRESETS["robust-doubt"] | dict(doubt=0.9))
+    with pytest.raises(ValueError, match="robust . doubt.*another --output"):
+        quality.main(run)
 
 
 def test_a_method_of_one_s_own_has_its_knobs(tiny):
