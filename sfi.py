@@ -176,7 +176,7 @@ class FullMemory:
         """Called once between prefill and the first decode step."""
 
     def plan(self, slow):
-        """Rows of the next step's plan; `slow` [B] says which rows the trigger fired for. A full memory is dense anyway."""
+        """The next step's plan, a tuple per row; `slow` [B]: whose trigger fired. A full memory is dense anyway."""
         return [(0, 0, n, 0) for n in self.lengths]
 
     def finish(self, rows):
@@ -205,6 +205,9 @@ class SlowFastMemory:
 
     def __init__(self, model, full, config, overlap=True, group=None):
         c, on_gpu = model.config, full.keys.is_cuda
+        if full.ring.shape[2] < max(config.bootstrap_queries, config.evidence_queries):
+            raise ValueError(f"the full memory keeps {full.ring.shape[2]} queries, too few for bootstrap_queries = "
+                             f"{config.bootstrap_queries} or evidence_queries = {config.evidence_queries}")
         layers, batch, heads, capacity, dim = full.keys.shape
         self.full, self.config, self.batch = full, config, batch
         self.group = group or (7 if on_gpu else 1)
@@ -216,7 +219,8 @@ class SlowFastMemory:
             full.keys.new_empty(layers, batch, heads, config.sink + kept, dim) for _ in range(2))
         self.rows = config.evidence_queries * c.num_attention_heads // heads        # R
         # Two groups' logits: one is selected from while the next is written.
-        self.logits = full.key_norms.new_empty(2, self.group, batch, heads, self.rows, capacity, dtype=self.logit_dtype())
+        self.logits = full.key_norms.new_empty(2, self.group, batch, heads, self.rows, capacity,
+                                               dtype=self.logit_dtype())
         self.ring = full.ring.clone()
         self.edges, self.firsts, self.counts = [0] * batch, [0] * batch, [0] * batch
 
@@ -352,7 +356,10 @@ class Stepper:
         self.graphs[slow] = graph, result
 
     def __call__(self, tokens, rows):
-        """Run the step with input `tokens` and plan `rows`, lists of B. What it returns is overwritten by the next call."""
+        """Run the step with input `tokens` and plan `rows`, lists of B -> logits [B, V], likeliest tokens [B].
+
+        Both are overwritten by the next call.
+        """
         slow = any(row[3] for row in rows)
         self.stage(tokens, rows)
         if not self.capture:
@@ -431,9 +438,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Token:
-    """What one step of the decode loop gave: a token id per sequence (None for one that has ended), records, logits [B, V].
+    """What one step of the decode loop gave: an id (None if it has ended) and a StepRecord per sequence, logits [B, V].
 
-    The logits are those the tokens were drawn from, and are overwritten by the next step.
+    The tokens were drawn from these logits, which the next step overwrites.
     """
     step: int
     ids: list
@@ -478,7 +485,7 @@ def decode(model, memory, logits, config, max_new_tokens, sentences=((), ()), st
         logits, drawn = stepper(ids, rows)
         memory.finish(rows)
         read = [compact + end - start for compact, start, end, _ in rows]
-        if config.doubt:
+        if config.doubt and None in reasons:
             again = [reason is None and not over and trigger.doubts(step + 1, sure) for reason, over, trigger, sure
                      in zip(reasons, ended, triggers, stepper.confidence(logits).tolist())]
             if any(again):
@@ -524,7 +531,7 @@ def read_prompts(model, prompts, config, max_new_tokens, chunk=None, progress=No
         memory = FullMemory(model, len(prompts), max(map(len, prompts)) + max_new_tokens,
                             max(config.bootstrap_queries, config.evidence_queries))
         logits = prefill(model, memory, prompts, chunk, progress)
-        logits.sum().item()                                                 # wait for the device before the clock is read
+        logits.sum().item()                                                 # wait for the device, then read the clock
     return memory, logits, time.perf_counter() - begin
 
 
@@ -538,13 +545,20 @@ def generate(model, prompt_ids, config=SFIConfig(), mode="sfi", max_new_tokens=1
     """Continue one prompt (its ids), or a batch (a list of lists of ids) -> a Generation, or a list of them.
 
     mode "sfi" or "full". sentences and stop_ids default to what the model's tokenizer and configuration say; forced
-    feeds given ids (shaped like the prompts) instead of drawing them. Raises ValueError as read_prompts. SPEC section 8.
+    feeds given ids instead of drawing them: a list, or one per prompt, of at least max_new_tokens.
+    Raises ValueError as read_prompts, and for an unknown mode or too few forced ids. SPEC section 8.
     """
     if mode not in ("sfi", "full"):
         raise ValueError(f"mode must be sfi or full, not {mode!r}")
-    batched = len(prompt_ids) > 0 and hasattr(prompt_ids[0], "__len__") and not getattr(prompt_ids[0], "ndim", 1) == 0
-    prompts, forced = ([[int(id) for id in row] for row in (rows if batched else [rows])] if rows is not None else None
-                       for rows in (prompt_ids, forced))
+    # A tensor of one number has __len__ too.
+    batched = len(prompt_ids) > 0 and hasattr(prompt_ids[0], "__len__") and getattr(prompt_ids[0], "ndim", 1) > 0
+
+    def lists(rows):
+        return rows if rows is None else [[int(id) for id in row] for row in (rows if batched else [rows])]
+
+    prompts, forced = lists(prompt_ids), lists(forced)
+    if forced is not None and min(map(len, forced)) < max_new_tokens:
+        raise ValueError(f"forced holds {min(map(len, forced))} ids, fewer than max_new_tokens = {max_new_tokens}")
     memory, logits, seconds = read_prompts(model, prompts, config, max_new_tokens, chunk)
     if mode == "full":
         config = replace(config, policy="always")
