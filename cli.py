@@ -93,7 +93,10 @@ def parser():
 def span(text):
     """The range written as A:B."""
     start, _, stop = text.partition(":")
-    return range(int(start), int(stop))
+    try:
+        return range(int(start), int(stop))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a range is written A:B, not {text!r}") from None
 
 
 def add_fields(group, cls):
@@ -114,10 +117,10 @@ def given(arguments, cls):
 def read_text(name):
     """The prompt in file `name`, or of standard input for "-", less the newline that ends a text file."""
     try:
-        text = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8")
+        text = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    if not text.strip():
+    if not text.translate({0xFEFF: None, 0x200B: None}).strip():            # marks that show nothing
         raise ValueError(f"{name} is {'blank' if text else 'empty'}")
     return text.removesuffix("\n").removesuffix("\r")
 
@@ -296,8 +299,6 @@ def work(arguments):
     device = qwen3.usable(arguments.device or (
         "cuda" if torch.cuda.is_available() and not arguments.verify else "cpu"))
     dtype = DTYPES.get(arguments.dtype)
-    if dtype == torch.float64 and device.type == "cuda":
-        raise ValueError("--dtype float64 needs --device cpu: the kernels compute in float32")
     if arguments.verify:
         return check(arguments, device, dtype or torch.float32)
     if not arguments.prompt:

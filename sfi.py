@@ -9,7 +9,7 @@ Paper: sections on the slow-fast schedule, memory layout and overlap. SPEC secti
 Symbols: B sequences, T prompt tokens, N cached tokens with the step's own, L layers, H query heads, G KV heads,
 D head dim, K selected tokens, C capacity. Step 0 is the end of prefill; step j takes the j-th generated token.
 """
-import math
+import operator
 import sys
 import time
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +18,7 @@ import torch
 
 from model import causal_attention
 from kernels import evidence_logits
-from selector import SelectorConfig
+from selector import SelectorConfig, check_knobs
 
 POLICIES = ("sentence", "interval", "never", "always")
 
@@ -44,16 +44,12 @@ class SFIConfig:
     selector: SelectorConfig = field(default_factory=SelectorConfig)
 
     def __post_init__(self):
-        least = {"evidence_queries": 1, "bootstrap_queries": 1}
-        for name in ("sink", "recent", "selected", "refresh_interval", "min_gap", "evidence_queries",
-                     "bootstrap_queries", "doubt_gap"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 0):
-                raise ValueError(f"{name} must be a whole number of at least {least.get(name, 0)}, not {value!r}")
+        counts = {f.name: (0, 2**62) for f in fields(self) if f.type is int}
+        check_knobs(self, counts | dict(doubt=(0, 1), evidence_queries=(1, 2**20), bootstrap_queries=(1, 2**20)))
+        if not isinstance(self.selector, SelectorConfig):
+            raise ValueError(f"selector must be a SelectorConfig, not {self.selector!r}")
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if not 0 <= self.doubt <= 1:
-            raise ValueError(f"doubt must be a probability from 0 to 1, not {self.doubt!r}")
 
     @classmethod
     def preset(cls, name, **knobs):
@@ -209,6 +205,7 @@ class SlowFastMemory:
             raise ValueError(f"the full memory keeps {full.ring.shape[2]} queries, too few for bootstrap_queries = "
                              f"{config.bootstrap_queries} or evidence_queries = {config.evidence_queries}")
         layers, batch, heads, capacity, dim = full.keys.shape
+        config = replace(config, sink=min(config.sink, capacity))
         self.full, self.config, self.batch = full, config, batch
         self.group = group or (7 if on_gpu else 1)
         self.stream = torch.cuda.Stream() if overlap and on_gpu else None
@@ -383,16 +380,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be a finite number of at least 0, not {self.temperature!r}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, not {self.top_k!r}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be from 0 to 1, not {self.min_p!r}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be from 0 to 2^63 - 1, not {self.seed!r}")
+        check_knobs(self, dict(temperature=(0, 1e6), top_k=(0, 2**31), top_p=(1e-9, 1), min_p=(0, 1),
+                               seed=(0, 2**63 - 1)))
+        if 0 < self.temperature < 1e-6:     # logits divided by it would overflow
+            raise ValueError(f"temperature must be 0 or at least 1e-06, not {self.temperature!r}")
 
 
 def sample(logits, sampling, generator):
@@ -531,7 +522,8 @@ def read_prompts(model, prompts, config, max_new_tokens, chunk=None, progress=No
         memory = FullMemory(model, len(prompts), max(map(len, prompts)) + max_new_tokens,
                             max(config.bootstrap_queries, config.evidence_queries))
         logits = prefill(model, memory, prompts, chunk, progress)
-        logits.sum().item()                                                 # wait for the device, then read the clock
+        if not logits.isfinite().all():                                     # waits for the device, as the clock needs
+            raise ValueError("the model's logits are not finite: its weights are damaged or overflow in this dtype")
     return memory, logits, time.perf_counter() - begin
 
 
@@ -554,7 +546,7 @@ def generate(model, prompt_ids, config=SFIConfig(), mode="sfi", max_new_tokens=1
     batched = len(prompt_ids) > 0 and hasattr(prompt_ids[0], "__len__") and getattr(prompt_ids[0], "ndim", 1) > 0
 
     def lists(rows):
-        return rows if rows is None else [[int(id) for id in row] for row in (rows if batched else [rows])]
+        return rows if rows is None else [[operator.index(id) for id in row] for row in (rows if batched else [rows])]
 
     prompts, forced = lists(prompt_ids), lists(forced)
     if forced is not None and min(map(len, forced)) < max_new_tokens:

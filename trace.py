@@ -283,7 +283,7 @@ class Trace:
         """The JSON object in a string of the metadata."""
         try:
             return dict(json.loads(text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise self.error(f"metadata holds {text[:40]!r}, which is no JSON object") from None
 
     def build(self, cls, values):

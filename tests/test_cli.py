@@ -183,7 +183,8 @@ def refused(capsys, arguments, *words):
         assert str(word) in err
 
 
-@pytest.mark.parametrize("content, word", [(b"", "empty"), (b" \n\t\n", "blank"), (b"caf\xe9", "UTF-8")])
+@pytest.mark.parametrize("content, word", [(b"", "empty"), (b" \n\t\n", "blank"), ("\ufeff\u200b\n".encode(), "blank"),
+                                           (b"caf\xe9", "UTF-8")])
 def test_bad_prompt_files(capsys, tmp_path, content, word):
     path = tmp_path / "bad.txt"
     path.write_bytes(content)
@@ -209,7 +210,7 @@ def test_a_prompt_that_is_missing_or_a_folder(capsys, tmp_path):
     (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]), (["--bogus"], ["--bogus"]),
     (["--model", "/nowhere"], ["/nowhere"]), (["--sink", "two"], ["--sink", "two"]), (["--mode", "half"], ["half"]),
     (["--sin", "2"], ["--sin"]), (["--trace", "/nowhere/t"], ["/nowhere"]),
-    (["--trace-layers", "3"], ["--trace-layers"]),
+    (["--trace-layers", "3"], ["--trace-layers", "A:B"]),
     (["--trace", "t", "--trace-layers", "7:9"], ["layers 7:9", "0:8"]),
     (["--mode", "full", "--trace", "t"], ["--trace"]), (["--verify", "none.safetensors"], ["--verify", "--prompt"])])
 def test_bad_flags(capsys, prompt, flags, words):
