@@ -289,6 +289,26 @@ def check(arguments, device, dtype):
     return report.code
 
 
+def check_outputs(arguments):
+    """Refuse a name that --plot or --trace could not write, or that would cost a prompt or the other output."""
+    taken = {os.path.realpath(name): f"the prompt {name}" for name in arguments.prompt if name != "-"}
+    for flag, name in (("--plot", arguments.plot), ("--trace", arguments.trace)):
+        if name is None:
+            continue
+        path = Path(os.path.realpath(name))
+        if not name or path.is_dir() or (path.exists() and not path.is_file()):
+            raise ValueError(f"{flag} {name!r} is not a file's name")
+        if not path.parent.is_dir():
+            raise ValueError(f"{path.parent} is not a folder")
+        if str(path) in taken:
+            raise ValueError(f"{flag} {name} is {taken[str(path)]} too")
+        taken[str(path)] = "the file of --plot"
+    if arguments.plot:
+        kinds = plot.pyplot().figure().canvas.get_supported_filetypes()
+        if Path(arguments.plot).suffix[1:].lower() not in kinds:
+            raise ValueError(f"--plot {arguments.plot} needs an ending that matplotlib writes: {', '.join(kinds)}")
+
+
 def work(arguments):
     """All that the command does; returns the exit code."""
     sampling = Sampling(**given(arguments, Sampling))
@@ -305,13 +325,15 @@ def work(arguments):
         raise ValueError("--prompt FILE is needed")
     if arguments.mode == "full" and (arguments.plot or arguments.trace):
         raise ValueError("--plot and --trace show SFI: they need --mode sfi or both")
-    if arguments.plot:
+    if arguments.plot is not None:
         if len(arguments.prompt) > 1:
             raise ValueError("--plot draws one prompt, not a batch")
         plot.pyplot()                                                       # says before the work if it is missing
-    for name in (arguments.plot, arguments.trace):
-        if name and not Path(name).absolute().parent.is_dir():
-            raise ValueError(f"{Path(name).parent} is not a folder")
+        if arguments.max_new_tokens < 3:
+            raise ValueError("--plot needs --max-new-tokens of at least 3")
+    elif arguments.trace is None and (arguments.trace_layers or arguments.trace_steps):
+        raise ValueError("--trace-layers and --trace-steps need --trace FILE")
+    check_outputs(arguments)
     texts = [read_text(name) for name in arguments.prompt]
     model = qwen3.load(arguments.model, device, dtype or (torch.float32 if device.type == "cpu" else None))
     traces.within("layers", arguments.trace_layers, model.config.num_hidden_layers)
@@ -359,15 +381,19 @@ def decode_and_report(model, full, logits, seconds, prompts, config, retain, arg
         print(table(rows), file=sys.stderr)
     if interrupted:
         print("interrupted", file=sys.stderr)
-    elif arguments.plot:
-        full.rewind(lengths)
-        plot.draw(model, full, logits, config, runs["sfi"].generations[0].ids, arguments.plot)
-        print(f"figure: {arguments.plot}", file=sys.stderr)
     if arguments.trace and not interrupted:
         traces.record(arguments.trace, model, arguments.model, prompts, config, arguments.max_new_tokens,
                       arguments.trace_depth, arguments.trace_layers, arguments.trace_steps, sampling,
                       preset=arguments.preset)
         print(f"trace: {arguments.trace}", file=sys.stderr)
+    if arguments.plot and not interrupted:
+        full.rewind(lengths)
+        ids = runs["sfi"].generations[0].ids
+        if len(ids) < 3:
+            print("no figure: fewer than 3 tokens were written", file=sys.stderr)
+        else:
+            plot.draw(model, full, logits, config, ids, arguments.plot)
+            print(f"figure: {arguments.plot}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"model": arguments.model, "device": str(model.device),
                           "dtype": str(model.dtype).removeprefix("torch."),

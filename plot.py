@@ -20,6 +20,7 @@ import torch
 from fidelity import Probe
 from selector import kept_mass, overlap, support
 from sfi import SFIConfig, SlowFastMemory, Stepper, Trigger, decode, read_prompts, sentence_tokens
+from trace import whole_file
 
 SUPPORT = 64                            # m
 ROWS = 256                              # of the map of positions
@@ -41,7 +42,8 @@ def pyplot():
 
 
 def save(figure, path):
-    figure.savefig(path)
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished)
     pyplot().close(figure)
 
 
