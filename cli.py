@@ -1,7 +1,7 @@
-"""The command line of sfi.py: read prompts, run full KV and SFI, print what each writes, and a table of how they differ.
+"""The command line of sfi.py: read prompts, run full KV and SFI, print what each writes and a table of the differences.
 
-Text goes to stdout, all else to stderr. Defaults come from the configuration classes and from the two constants below;
-a knob's flag is made from its field, so that a new knob needs nothing here. Bad input is one line on stderr and exit 2.
+Text goes to stdout, all else to stderr. Bad input is one line there and exit 2. Defaults come from the configuration
+classes and the two constants below; a knob's flag is made from its field: a new knob needs only its line in HELP.
 """
 import argparse
 import json
@@ -29,7 +29,7 @@ SHIPPED = Path(__file__).parent / "tiny"
 HELP = dict(
     sink="first tokens that are always read", recent="last tokens before a slow step that are always read",
     selected="K, tokens selected per KV head", refresh_interval="steps after which a step is slow in any case",
-    min_gap="a sentence starting less than this many steps after a slow step is let pass",
+    min_gap="a sentence that starts fewer steps than this after a slow step makes no step slow",
     policy="sentence, interval, never or always", evidence_queries="queries whose logits are a slow step's evidence",
     bootstrap_queries="last prompt queries that give the first evidence",
     doubt="redo a fast step slowly if its likeliest token is less likely than this; 0 is off",
@@ -59,7 +59,7 @@ def parser():
     p.add_argument("--prompt", nargs="+", action="extend", metavar="FILE",
                    help="text file, or - for standard input; several files are one batch")
     run = p.add_argument_group("run")
-    run.add_argument("--mode", choices=("full", "sfi", "both"), default="both", help="what to run (default: %(default)s)")
+    run.add_argument("--mode", choices=("full", "sfi", "both"), default="both", help="(default: %(default)s)")
     run.add_argument("--model", default=str(SHIPPED), help="folder or hub id (default: the shipped checkpoint)")
     run.add_argument("--device", help="cpu, cuda, cuda:1 ... (default: cuda where there is one)")
     run.add_argument("--dtype", choices=tuple(DTYPES), help="(default: float32 on a CPU, the checkpoint's on CUDA)")
@@ -68,14 +68,16 @@ def parser():
     shown = p.add_argument_group("what happened, in files")
     shown.add_argument("--plot", metavar="FILE.png", help="draw the steps of SFI's text (needs matplotlib)")
     shown.add_argument("--trace", metavar="FILE", help="run SFI once more and write every intermediate (safetensors)")
-    shown.add_argument("--trace-depth", choices=tuple(traces.DEPTHS), default="selection", help="(default: %(default)s)")
+    shown.add_argument("--trace-depth", choices=tuple(traces.DEPTHS), default="selection",
+                       help="(default: %(default)s)")
     shown.add_argument("--trace-layers", type=span, metavar="A:B", help="layers A to B - 1 (default: all)")
     shown.add_argument("--trace-steps", type=span, metavar="A:B", help="steps A to B - 1 (default: all)")
-    shown.add_argument("--verify", metavar="FILE", help="compare a trace, ours or a port's, with what --model computes; "
-                       "exit 0: equal, 1: differs, and says where first")
+    shown.add_argument("--verify", metavar="FILE", help="compare a trace, ours or a port's, with what --model computes "
+                       "(on a CPU by default); exit 0: equal, 1: differs, and says where first")
     text = p.add_argument_group("prompt format")
     kind = text.add_mutually_exclusive_group()
-    kind.add_argument("--raw", dest="chat", action="store_false", default=False, help="continue the text as it is (default)")
+    kind.add_argument("--raw", dest="chat", action="store_false", default=False,
+                      help="continue the text as it is (default)")
     kind.add_argument("--chat", action="store_true", help="the file is a user's message in the model's chat template")
     text.add_argument("--thinking", action=argparse.BooleanOptionalAction, default=True,
                       help="with --chat: whether the model may think first (default: it may)")
@@ -93,7 +95,10 @@ def parser():
 def span(text):
     """The range written as A:B."""
     start, _, stop = text.partition(":")
-    return range(int(start), int(stop))
+    try:
+        return range(int(start), int(stop))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"a range is written A:B, not {text!r}") from None
 
 
 def add_fields(group, cls):
@@ -101,7 +106,8 @@ def add_fields(group, cls):
     owner = "default" if cls is Sampling else "paper"
     for f in fields(cls):
         if f.name != "selector":
-            group.add_argument("--" + f.name.replace("_", "-"), type=type(f.default), metavar=type(f.default).__name__.upper(),
+            kind = type(f.default)
+            group.add_argument("--" + f.name.replace("_", "-"), type=kind, metavar=kind.__name__.upper(),
                                help=f"{HELP[f.name]} ({owner}: {f.default})")
 
 
@@ -113,10 +119,10 @@ def given(arguments, cls):
 def read_text(name):
     """The prompt in file `name`, or of standard input for "-", less the newline that ends a text file."""
     try:
-        text = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8")
+        text = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    if not text.strip():
+    if not text.translate({0xFEFF: None, 0x200B: None}).strip():            # marks that show nothing
         raise ValueError(f"{name} is {'blank' if text else 'empty'}")
     return text.removesuffix("\n").removesuffix("\r")
 
@@ -195,7 +201,7 @@ def reasons(steps):
 
 
 def summary(name, prompt_tokens, full, sfi, faithful):
-    """What the table and --json say of one prompt, as a flat dict; Nones are left out."""
+    """What the table and --json say of one prompt, as a flat dict; a run or comparison that is None adds nothing."""
     rows = {"prompt": name, "prompt_tokens": prompt_tokens}
     for label, generation in (("full", full), ("sfi", sfi)):
         if generation:
@@ -240,7 +246,8 @@ def table(rows):
              f"  {'':24}{'full KV':>12}{'SFI':>12}",
              f"  {'new tokens':24}{count('full_new_tokens'):>12}{count('sfi_new_tokens'):>12}",
              f"  {'tokens/s':24}{number('full_tokens_per_second'):>12}{number('sfi_tokens_per_second'):>12}",
-             f"  {'ms per slow step':24}{number('full_slow_step_ms', digits=2):>12}{number('sfi_slow_step_ms', digits=2):>12}",
+             f"  {'ms per slow step':24}{number('full_slow_step_ms', digits=2):>12}"
+             f"{number('sfi_slow_step_ms', digits=2):>12}",
              f"  {'ms per fast step':24}{'-':>12}{number('sfi_fast_step_ms', digits=2):>12}"]
     if "slow_steps" in rows:
         why = ", ".join(f"{reason} {n}" for reason, n in rows["slow_reasons"].items()) or "none"
@@ -250,8 +257,8 @@ def table(rows):
         where = rows["first_differing_token"]
         lines += ["  the two texts are the same" if where is None else f"  first differing token: {where}"]
     if "kl" in rows:
-        lines += [f"  on full KV's tokens: top-1 agreement {number('agreement', 100)} %, KL {number('kl', digits=4)} nats, "
-                  f"kept mass {number('kept', 100)} %"]
+        lines += [f"  on full KV's tokens: top-1 agreement {number('agreement', 100)} %, "
+                  f"KL {number('kl', digits=4)} nats, kept mass {number('kept', 100)} %"]
     return "\n".join(lines)
 
 
@@ -262,7 +269,7 @@ def encode(model, arguments, text):
 
 
 def configure(arguments, longest):
-    """SFIConfig of preset and flags, for a longest prompt of so many tokens -> config, the fraction retained or None."""
+    """The SFIConfig of preset and flags, and the fraction retained or None; longest: tokens of the longest prompt."""
     if arguments.retain is not None and arguments.selected is not None:
         raise ValueError("--retain and --selected both say how many tokens are selected: give one")
     default = RETAINS.get(arguments.preset, RETAIN)
@@ -285,27 +292,51 @@ def check(arguments, device, dtype):
     return report.code
 
 
+def check_outputs(arguments):
+    """Refuse a name that --plot or --trace could not write, or that would cost a prompt or the other output."""
+    taken = {os.path.realpath(name): f"the prompt {name}" for name in arguments.prompt if name != "-"}
+    for flag, name in (("--plot", arguments.plot), ("--trace", arguments.trace)):
+        if name is None:
+            continue
+        path = Path(os.path.realpath(name))
+        if not name or path.is_dir() or (path.exists() and not path.is_file()):
+            raise ValueError(f"{flag} {name!r} is not a file's name")
+        if not path.parent.is_dir():
+            raise ValueError(f"{path.parent} is not a folder")
+        if str(path) in taken:
+            raise ValueError(f"{flag} {name} is {taken[str(path)]} too")
+        taken[str(path)] = "the file of --plot"
+    if arguments.plot:
+        kinds = plot.pyplot().figure().canvas.get_supported_filetypes()
+        if Path(arguments.plot).suffix[1:].lower() not in kinds:
+            raise ValueError(f"--plot {arguments.plot} needs an ending that matplotlib writes: {', '.join(kinds)}")
+
+
 def work(arguments):
     """All that the command does; returns the exit code."""
     sampling = Sampling(**given(arguments, Sampling))
-    configure(arguments, 0)                                                 # bad knobs are refused before anything is read
+    configure(arguments, 0)                                                 # refuses bad knobs before anything is read
     if not arguments.thinking and not arguments.chat:
         raise ValueError("--no-thinking needs --chat")
-    device = qwen3.usable(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # A trace is judged by torch, the truth, and a half-precision one too in fp32.
+    device = qwen3.usable(arguments.device or (
+        "cuda" if torch.cuda.is_available() and not arguments.verify else "cpu"))
     dtype = DTYPES.get(arguments.dtype)
     if arguments.verify:
-        return check(arguments, device, dtype or torch.float32)             # a half-precision trace too is judged in fp32
+        return check(arguments, device, dtype or torch.float32)
     if not arguments.prompt:
         raise ValueError("--prompt FILE is needed")
     if arguments.mode == "full" and (arguments.plot or arguments.trace):
         raise ValueError("--plot and --trace show SFI: they need --mode sfi or both")
-    if arguments.plot:
+    if arguments.plot is not None:
         if len(arguments.prompt) > 1:
             raise ValueError("--plot draws one prompt, not a batch")
-        plot.pyplot()                                                       # a missing matplotlib is said before the work
-    for name in (arguments.plot, arguments.trace):
-        if name and not Path(name).absolute().parent.is_dir():
-            raise ValueError(f"{Path(name).parent} is not a folder")
+        plot.pyplot()                                                       # says before the work if it is missing
+        if arguments.max_new_tokens < 3:
+            raise ValueError("--plot needs --max-new-tokens of at least 3")
+    elif arguments.trace is None and (arguments.trace_layers or arguments.trace_steps):
+        raise ValueError("--trace-layers and --trace-steps need --trace FILE")
+    check_outputs(arguments)
     texts = [read_text(name) for name in arguments.prompt]
     model = qwen3.load(arguments.model, device, dtype or (torch.float32 if device.type == "cpu" else None))
     traces.within("layers", arguments.trace_layers, model.config.num_hidden_layers)
@@ -331,7 +362,7 @@ def decode_and_report(model, full, logits, seconds, prompts, config, retain, arg
         full.rewind(lengths)
         memory = full if mode == "full" else SlowFastMemory(model, full, config)
         runs[mode] = run(model, memory, logits, replace(config, policy="always") if mode == "full" else config,
-                         arguments, sampling, seconds, keep=COMPARED if arguments.mode == "both" and mode == "full" else 0)
+                         arguments, sampling, seconds, COMPARED if (arguments.mode, mode) == ("both", "full") else 0)
         if arguments.mode == "both" and mode == "full":
             print(flush=True)
         if runs[mode].interrupted:
@@ -346,23 +377,29 @@ def decode_and_report(model, full, logits, seconds, prompts, config, retain, arg
     if "sfi" in runs:
         print(described(arguments.preset, config, retain), file=sys.stderr)
     generations = {mode: r.generations for mode, r in runs.items()}
-    summaries = [summary(name, len(ids), *(generations[mode][b] if mode in generations else None for mode in ("full", "sfi")),
-                         faithful[b]) for b, (name, ids) in enumerate(zip(arguments.prompt, prompts))]
+    summaries = [summary(name, len(ids), *(generations[mode][b] if mode in generations else None
+                                           for mode in ("full", "sfi")), faithful[b])
+                 for b, (name, ids) in enumerate(zip(arguments.prompt, prompts))]
     for rows in summaries:
         print(table(rows), file=sys.stderr)
     if interrupted:
         print("interrupted", file=sys.stderr)
-    elif arguments.plot:
-        full.rewind(lengths)
-        plot.draw(model, full, logits, config, runs["sfi"].generations[0].ids, arguments.plot)
-        print(f"figure: {arguments.plot}", file=sys.stderr)
     if arguments.trace and not interrupted:
         traces.record(arguments.trace, model, arguments.model, prompts, config, arguments.max_new_tokens,
                       arguments.trace_depth, arguments.trace_layers, arguments.trace_steps, sampling,
                       preset=arguments.preset)
         print(f"trace: {arguments.trace}", file=sys.stderr)
+    if arguments.plot and not interrupted:
+        full.rewind(lengths)
+        ids = runs["sfi"].generations[0].ids
+        if len(ids) < 3:
+            print("no figure: fewer than 3 tokens were written", file=sys.stderr)
+        else:
+            plot.draw(model, full, logits, config, ids, arguments.plot)
+            print(f"figure: {arguments.plot}", file=sys.stderr)
     if arguments.json:
-        print(json.dumps({"model": arguments.model, "device": str(model.device), "dtype": str(model.dtype).removeprefix("torch."),
+        print(json.dumps({"model": arguments.model, "device": str(model.device),
+                          "dtype": str(model.dtype).removeprefix("torch."),
                           "preset": arguments.preset, "config": asdict(config), "retain": retain,
                           "sampling": asdict(sampling), "prompts": summaries}), file=sys.stderr)
     return 130 if interrupted else 0

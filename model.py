@@ -347,6 +347,8 @@ class Qwen3:
 
         self.config, self.device, self.dtype = config, usable(device), dtype
         self.ops = ops or (kernels.TRITON if self.device.type == "cuda" else kernels.TORCH)
+        if dtype == torch.float64 and self.ops is kernels.TRITON:
+            raise ValueError("float64 needs the CPU: the kernels compute in float32")
         self.tokenizer, self.stop_ids = None, frozenset(config.eos_token_id)
         self.embed_tokens = empty(config.vocab_size, config.hidden_size)
         self.parameters = {"model.embed_tokens.weight": self.embed_tokens}
@@ -473,7 +475,7 @@ def read_json(path):
     """The object in a JSON file."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if type(values) is not dict:
         raise ValueError(f"{path} is not a JSON object")

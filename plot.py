@@ -20,6 +20,7 @@ import torch
 from fidelity import Probe
 from selector import kept_mass, overlap, support
 from sfi import SFIConfig, SlowFastMemory, Stepper, Trigger, decode, read_prompts, sentence_tokens
+from trace import whole_file
 
 SUPPORT = 64                            # m
 ROWS = 256                              # of the map of positions
@@ -41,7 +42,8 @@ def pyplot():
 
 
 def save(figure, path):
-    figure.savefig(path)
+    with whole_file(path) as unfinished:
+        figure.savefig(unfinished)
     pyplot().close(figure)
 
 
@@ -89,12 +91,13 @@ def trace(model, full, logits, config, ids, memory=SlowFastMemory):
     prompt, total = full.lengths[0], full.lengths[0] + len(ids)
     memory = memory(model, full, config, group=1)
     place = torch.arange(total) * ROWS // total                             # position -> row of the map
-    supports, seen = {}, {}                                              # by (N, layer): the last pass of a step counts
+    supports, seen = {}, {}                                                 # by (N, layer): a step's last pass counts
 
     def see(layer, b, p, row):
         _, start, n, slow = row
         mine = supports[n, layer] = support(p, SUPPORT)
-        before = supports.pop((n - 1, layer), None)
+        supports.pop((n - 2, layer), None)
+        before = supports.get((n - 1, layer))                               # a step done again asks for it twice
         unknown = torch.full(p.shape[:1], float("nan"))
         same = unknown if before is None else overlap(mine, before)
         read = torch.arange(n).expand(len(p), n) if start == 0 else memory.reads(layer, b, n)

@@ -19,6 +19,17 @@ import torch.nn.functional as F
 NEVER = float("-inf")
 
 
+def check_knobs(config, ranges):
+    """ValueError, naming the knob, if one is no number of its field's type or not in its range; [0, 1000] if none."""
+    for knob in fields(config):
+        if knob.type not in (int, float):
+            continue
+        value, (low, high) = getattr(config, knob.name), ranges.get(knob.name, (0, 1000))
+        kind, number = (int, "an integer") if knob.type is int else ((int, float), "a number")
+        if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
+            raise ValueError(f"{knob.name} must be {number} in [{low}, {high}], not {value!r}")
+
+
 @dataclass(frozen=True)
 class SelectorConfig:
     """The knobs of the Selector; the defaults are the paper's throughput runs. SPEC section 5.
@@ -44,13 +55,9 @@ class SelectorConfig:
 
     def __post_init__(self):
         # The bounds are wide: inside them no stage overflows in fp32.
-        ranges = dict(theta=(1e-30, 1), p=(1e-6, 1e6), lambda_cap_single=(0, 1), lambda_cap_multi=(0, 1),
-                      nms_window=(0, 2**31), exclusivity_temperature=(1e-6, 1e6), eps=(1e-30, 1), spread=(0, 2**31))
-        for knob in fields(self):
-            value, (low, high) = getattr(self, knob.name), ranges.get(knob.name, (0, 1000))
-            kind, number = (int, "an integer") if knob.type is int else ((int, float), "a number")
-            if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
-                raise ValueError(f"{knob.name} must be {number} in [{low}, {high}], not {value!r}")
+        check_knobs(self, dict(
+            theta=(1e-30, 1), p=(1e-6, 1e6), lambda_cap_single=(0, 1), lambda_cap_multi=(0, 1), nms_window=(0, 2**31),
+            exclusivity_temperature=(1e-6, 1e6), eps=(1e-30, 1), spread=(0, 2**31)))
         if 0 < self.alpha < 0.01:           # alpha log p would drown in fp32's rounding of the sum over rows
             raise ValueError(f"alpha must be 0 or at least 0.01, not {self.alpha!r}")
 
@@ -74,6 +81,8 @@ def select(logits, key_norms, lo, hi, count, config):
     [..., G, N], L2 norms of the cached keys -> Selection. Nothing outside [lo, hi) is read. With n <= count all are
     selected. Raises ValueError if the candidates do not fit into N or count is negative. SPEC section 5.
     """
+    if key_norms.shape[-1] != logits.shape[-1]:
+        raise ValueError(f"key_norms has {key_norms.shape[-1]} positions, logits {logits.shape[-1]}")
     if not 0 <= lo <= hi <= logits.shape[-1] or count < 0:
         raise ValueError(f"cannot select {count} of the candidates [{lo}, {hi}) among {logits.shape[-1]} positions")
     log_f = evidence(logits, lo, hi, config.alpha)
@@ -151,7 +160,7 @@ def window_max(scores, reach):
     """The maximum of the scores within +-reach of each position, inside the candidates. [..., n] -> [..., n]."""
     n = scores.shape[-1]
     reach = min(reach, n - 1)
-    if reach <= 0:
+    if reach <= 0 or not scores.numel():
         return scores
     return F.max_pool1d(scores.reshape(-1, n), 2 * reach + 1, stride=1, padding=reach).view_as(scores)
 
@@ -185,7 +194,12 @@ def top(scores, lo, count):
 
 
 def support(probabilities, count):
-    """The `count` positions with most mass, ascending. [..., N] -> [..., min(count, N)] int64. SPEC section 7."""
+    """The `count` positions with most mass, ascending. [..., N] -> [..., min(count, N)] int64. SPEC section 7.
+
+    Raises ValueError if count is negative.
+    """
+    if count < 0:
+        raise ValueError(f"count must be at least 0, not {count}")
     return top(probabilities, 0, count)
 
 

@@ -9,7 +9,7 @@ Paper: sections on the slow-fast schedule, memory layout and overlap. SPEC secti
 Symbols: B sequences, T prompt tokens, N cached tokens with the step's own, L layers, H query heads, G KV heads,
 D head dim, K selected tokens, C capacity. Step 0 is the end of prefill; step j takes the j-th generated token.
 """
-import math
+import operator
 import sys
 import time
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +18,7 @@ import torch
 
 from model import causal_attention
 from kernels import evidence_logits
-from selector import SelectorConfig
+from selector import SelectorConfig, check_knobs
 
 POLICIES = ("sentence", "interval", "never", "always")
 
@@ -44,16 +44,12 @@ class SFIConfig:
     selector: SelectorConfig = field(default_factory=SelectorConfig)
 
     def __post_init__(self):
-        least = {"evidence_queries": 1, "bootstrap_queries": 1}
-        for name in ("sink", "recent", "selected", "refresh_interval", "min_gap", "evidence_queries",
-                     "bootstrap_queries", "doubt_gap"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least.get(name, 0):
-                raise ValueError(f"{name} must be a whole number of at least {least.get(name, 0)}, not {value!r}")
+        counts = {f.name: (0, 2**62) for f in fields(self) if f.type is int}
+        check_knobs(self, counts | dict(doubt=(0, 1), evidence_queries=(1, 2**20), bootstrap_queries=(1, 2**20)))
+        if not isinstance(self.selector, SelectorConfig):
+            raise ValueError(f"selector must be a SelectorConfig, not {self.selector!r}")
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if not 0 <= self.doubt <= 1:
-            raise ValueError(f"doubt must be a probability from 0 to 1, not {self.doubt!r}")
 
     @classmethod
     def preset(cls, name, **knobs):
@@ -179,7 +175,7 @@ class FullMemory:
         """Called once between prefill and the first decode step."""
 
     def plan(self, slow):
-        """Rows of the next step's plan; `slow` [B] says which rows the trigger fired for. A full memory is dense anyway."""
+        """The next step's plan, a tuple per row; `slow` [B]: whose trigger fired. A full memory is dense anyway."""
         return [(0, 0, n, 0) for n in self.lengths]
 
     def finish(self, rows):
@@ -208,7 +204,11 @@ class SlowFastMemory:
 
     def __init__(self, model, full, config, overlap=True, group=None):
         c, on_gpu = model.config, full.keys.is_cuda
+        if full.ring.shape[2] < max(config.bootstrap_queries, config.evidence_queries):
+            raise ValueError(f"the full memory keeps {full.ring.shape[2]} queries, too few for bootstrap_queries = "
+                             f"{config.bootstrap_queries} or evidence_queries = {config.evidence_queries}")
         layers, batch, heads, capacity, dim = full.keys.shape
+        config = replace(config, sink=min(config.sink, capacity))
         self.full, self.config, self.batch = full, config, batch
         self.rows = config.evidence_queries * c.num_attention_heads // heads        # R
         self.group = group or (self.best_group(batch * heads * self.rows * capacity) if on_gpu else 1)
@@ -219,7 +219,8 @@ class SlowFastMemory:
         self.compact_keys, self.compact_values = (
             full.keys.new_empty(layers, batch, heads, config.sink + kept, dim) for _ in range(2))
         # Two groups' logits: one is selected from while the next is written.
-        self.logits = full.key_norms.new_empty(2, self.group, batch, heads, self.rows, capacity, dtype=self.logit_dtype())
+        self.logits = full.key_norms.new_empty(2, self.group, batch, heads, self.rows, capacity,
+                                               dtype=self.logit_dtype())
         self.ring = full.ring.clone()
         self.edges, self.firsts, self.counts = [0] * batch, [0] * batch, [0] * batch
 
@@ -363,7 +364,10 @@ class Stepper:
         self.graphs[slow] = graph, result
 
     def __call__(self, tokens, rows):
-        """Run the step with input `tokens` and plan `rows`, lists of B. What it returns is overwritten by the next call."""
+        """Run the step with input `tokens` and plan `rows`, lists of B -> logits [B, V], likeliest tokens [B].
+
+        Both are overwritten by the next call.
+        """
         slow = any(row[3] for row in rows)
         self.stage(tokens, rows)
         if not self.capture:
@@ -387,16 +391,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be a finite number of at least 0, not {self.temperature!r}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, not {self.top_k!r}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be from 0 to 1, not {self.min_p!r}")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be from 0 to 2^63 - 1, not {self.seed!r}")
+        check_knobs(self, dict(temperature=(0, 1e6), top_k=(0, 2**31), top_p=(1e-9, 1), min_p=(0, 1),
+                               seed=(0, 2**63 - 1)))
+        if 0 < self.temperature < 1e-6:     # logits divided by it would overflow
+            raise ValueError(f"temperature must be 0 or at least 1e-06, not {self.temperature!r}")
 
 
 def sample(logits, sampling, generator):
@@ -442,9 +440,9 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Token:
-    """What one step of the decode loop gave: a token id per sequence (None for one that has ended), records, logits [B, V].
+    """What one step of the decode loop gave: an id (None if it has ended) and a StepRecord per sequence, logits [B, V].
 
-    The logits are those the tokens were drawn from, and are overwritten by the next step.
+    The tokens were drawn from these logits, which the next step overwrites.
     """
     step: int
     ids: list
@@ -489,7 +487,7 @@ def decode(model, memory, logits, config, max_new_tokens, sentences=((), ()), st
         logits, drawn = stepper(ids, rows)
         memory.finish(rows)
         read = [compact + end - start for compact, start, end, _ in rows]
-        if config.doubt:
+        if config.doubt and None in reasons:
             again = [reason is None and not over and trigger.doubts(step + 1, sure) for reason, over, trigger, sure
                      in zip(reasons, ended, triggers, stepper.confidence(logits).tolist())]
             if any(again):
@@ -535,7 +533,8 @@ def read_prompts(model, prompts, config, max_new_tokens, chunk=None, progress=No
         memory = FullMemory(model, len(prompts), max(map(len, prompts)) + max_new_tokens,
                             max(config.bootstrap_queries, config.evidence_queries))
         logits = prefill(model, memory, prompts, chunk, progress)
-        logits.sum().item()                                                 # wait for the device before the clock is read
+        if not logits.isfinite().all():                                     # waits for the device, as the clock needs
+            raise ValueError("the model's logits are not finite: its weights are damaged or overflow in this dtype")
     return memory, logits, time.perf_counter() - begin
 
 
@@ -549,13 +548,20 @@ def generate(model, prompt_ids, config=SFIConfig(), mode="sfi", max_new_tokens=1
     """Continue one prompt (its ids), or a batch (a list of lists of ids) -> a Generation, or a list of them.
 
     mode "sfi" or "full". sentences and stop_ids default to what the model's tokenizer and configuration say; forced
-    feeds given ids (shaped like the prompts) instead of drawing them. Raises ValueError as read_prompts. SPEC section 8.
+    feeds given ids instead of drawing them: a list, or one per prompt, of at least max_new_tokens.
+    Raises ValueError as read_prompts, and for an unknown mode or too few forced ids. SPEC section 8.
     """
     if mode not in ("sfi", "full"):
         raise ValueError(f"mode must be sfi or full, not {mode!r}")
-    batched = len(prompt_ids) > 0 and hasattr(prompt_ids[0], "__len__") and not getattr(prompt_ids[0], "ndim", 1) == 0
-    prompts, forced = ([[int(id) for id in row] for row in (rows if batched else [rows])] if rows is not None else None
-                       for rows in (prompt_ids, forced))
+    # A tensor of one number has __len__ too.
+    batched = len(prompt_ids) > 0 and hasattr(prompt_ids[0], "__len__") and getattr(prompt_ids[0], "ndim", 1) > 0
+
+    def lists(rows):
+        return rows if rows is None else [[operator.index(id) for id in row] for row in (rows if batched else [rows])]
+
+    prompts, forced = lists(prompt_ids), lists(forced)
+    if forced is not None and min(map(len, forced)) < max_new_tokens:
+        raise ValueError(f"forced holds {min(map(len, forced))} ids, fewer than max_new_tokens = {max_new_tokens}")
     memory, logits, seconds = read_prompts(model, prompts, config, max_new_tokens, chunk)
     if mode == "full":
         config = replace(config, policy="always")

@@ -331,10 +331,28 @@ def test_a_sampled_token_passes_every_filter(logits, top_k, top_p, min_p, seed):
 
 @pytest.mark.parametrize("knobs", [
     dict(sink=-1), dict(recent=1.5), dict(selected=None), dict(evidence_queries=0), dict(bootstrap_queries=0),
-    dict(policy="often"), dict(doubt=float("nan")), dict(doubt=1.5), dict(min_gap=True), dict(refresh_interval=-1)])
+    dict(policy="often"), dict(doubt=float("nan")), dict(doubt=1.5), dict(min_gap=True), dict(refresh_interval=-1),
+    dict(doubt="x"), dict(doubt=True), dict(selector=None), dict(evidence_queries=2**21)])
 def test_a_bad_knob_is_refused_by_name(knobs):
     with pytest.raises(ValueError, match=next(iter(knobs))):
         SFIConfig(**knobs)
+
+
+@pytest.mark.parametrize("knobs", [dict(temperature="a"), dict(temperature=1e-320), dict(top_k=1.5), dict(seed=1.5)])
+def test_a_bad_sampling_knob_is_refused_by_name(knobs):
+    with pytest.raises(ValueError, match=next(iter(knobs))):
+        Sampling(**knobs)
+
+
+def test_a_huge_sink_reads_everything(tiny):
+    assert run(tiny, ids(20), replace(SMALL, sink=10**12)).ids == run(tiny, ids(20), SMALL, mode="full").ids
+
+
+def test_logits_that_are_not_finite_are_refused():
+    model = qwen3.load(GOLDEN / "qwen3" / "dense-tied", dtype=torch.float32)
+    model.norm[0] = float("nan")
+    with pytest.raises(ValueError, match="not finite"):
+        generate(model, [3], SMALL)
 
 
 def test_presets():

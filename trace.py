@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,14 +227,34 @@ def fingerprint(checkpoint):
     return digest.hexdigest()
 
 
-def save(path, tensors, metadata):
-    """Write beside `path`, then move into its place: a file of that name is always a whole one."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+@contextmanager
+def whole_file(path):
+    """A path to write to, moved to `path` when all is written: a file of that name is always a whole one.
+
+    A link is followed and an old file's mode kept. OSError for what exists and is no regular file.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file")
+    unfinished = path.with_name(f".{os.getpid()}{path.suffix}")             # the suffix tells matplotlib the format
     try:
-        save_file(tensors, unfinished, metadata)
+        unfinished.touch()                                                  # with the umask's mode
+        if path.exists():
+            unfinished.chmod(path.stat().st_mode & 0o7777)
+        mode = unfinished.stat().st_mode & 0o7777
+        yield unfinished
+        unfinished.chmod(mode)                                              # safetensors makes a file of its own
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def save(path, tensors, metadata):
+    try:
+        with whole_file(path) as unfinished:
+            save_file(tensors, unfinished, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
 
 
 class Trace:
@@ -283,7 +304,7 @@ class Trace:
         """The JSON object in a string of the metadata."""
         try:
             return dict(json.loads(text))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             raise self.error(f"metadata holds {text[:40]!r}, which is no JSON object") from None
 
     def build(self, cls, values):

@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -38,10 +39,6 @@ class Clock:
         out = self.memory.attend(*step)
         self.seconds += time.perf_counter() - begin
         return out
-
-
-def median(values):
-    return sorted(values)[len(values) // 2] if values else None
 
 
 def timed(model, memory, logits, config, ids):

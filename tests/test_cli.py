@@ -195,7 +195,8 @@ def refused(capsys, arguments, *words):
         assert str(word) in err
 
 
-@pytest.mark.parametrize("content, word", [(b"", "empty"), (b" \n\t\n", "blank"), (b"caf\xe9", "UTF-8")])
+@pytest.mark.parametrize("content, word", [(b"", "empty"), (b" \n\t\n", "blank"), ("\ufeff\u200b\n".encode(), "blank"),
+                                           (b"caf\xe9", "UTF-8")])
 def test_bad_prompt_files(capsys, tmp_path, content, word):
     path = tmp_path / "bad.txt"
     path.write_bytes(content)
@@ -221,11 +222,32 @@ def test_a_prompt_that_is_missing_or_a_folder(capsys, tmp_path):
     (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]), (["--bogus"], ["--bogus"]),
     (["--model", "/nowhere"], ["/nowhere"]), (["--sink", "two"], ["--sink", "two"]), (["--mode", "half"], ["half"]),
     (["--sin", "2"], ["--sin"]), (["--trace", "/nowhere/t"], ["/nowhere"]),
-    (["--trace-layers", "3"], ["--trace-layers"]),
+    (["--trace-layers", "3"], ["--trace-layers", "A:B"]),
     (["--trace", "t", "--trace-layers", "7:9"], ["layers 7:9", "0:8"]),
     (["--mode", "full", "--trace", "t"], ["--trace"]), (["--verify", "none.safetensors"], ["--verify", "--prompt"])])
 def test_bad_flags(capsys, prompt, flags, words):
     refused(capsys, ["--prompt", prompt, *flags], *words)
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(capsys, prompt, tmp_path):
+    pytest.importorskip("matplotlib")
+    for flags, word in ((["--trace", prompt], "the prompt"), (["--trace", "/dev/null"], "/dev/null"),
+                        (["--plot", tmp_path], "file"), (["--plot", ""], "--plot"), (["--plot", "a.xyz"], "png"),
+                        (["--plot", "a.png", "--max-new-tokens", "2"], "at least 3"),
+                        (["--plot", "a.png", "--trace", "a.png"], "file of --plot"),
+                        (["--trace-steps", "0:3"], "need --trace")):
+        refused(capsys, ["--prompt", prompt, *flags], word)
+    assert prompt.read_text()
+
+
+def test_a_link_and_a_mode_outlive_a_new_trace(prompt, tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    assert cli.main(["--prompt", str(prompt), "--mode", "sfi", "--max-new-tokens", "3", "--device", "cpu",
+                     "--trace", str(link)]) == 0
+    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o640 and len(load_file(target))
 
 
 def test_a_prompt_or_a_trace_is_needed(capsys, tmp_path):

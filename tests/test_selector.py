@@ -383,6 +383,13 @@ def test_candidates_that_do_not_fit_are_refused(lo, hi, count):
         select(torch.zeros(1, 1, 10), torch.zeros(1, 10), lo, hi, count, PAPER)
 
 
+def test_key_norms_of_other_positions_and_a_negative_support_are_refused():
+    with pytest.raises(ValueError, match="key_norms has 9 positions"):
+        select(torch.zeros(1, 1, 10), torch.zeros(1, 9), 0, 5, 3, PAPER)
+    with pytest.raises(ValueError, match="count"):
+        support(torch.ones(3), -1)
+
+
 # The knobs
 
 def test_the_defaults_are_the_papers_throughput_runs():
