@@ -13,7 +13,9 @@ of how a selection is made or a model computed. Paper: its quality section. SPEC
 Finished cells of case and method are kept in --output and not computed again.
 """
 import argparse
+import hashlib
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -730,6 +732,22 @@ def parser():
     return p
 
 
+def check_ranges(a):
+    """ValueError for a number that no run can use, before anything is loaded."""
+    if a.output and not a.output.endswith(".json"):
+        raise ValueError(f"--output must end in .json, for the table goes to the same name with .md, not {a.output!r}")
+    for flag, numbers, low, high in (
+            ("--lengths", a.lengths, 1, math.inf), ("--documents", [a.documents], 1, math.inf),
+            ("--forced", [a.forced], 2, math.inf), ("--max-new-tokens", [a.max_new_tokens], 1, math.inf),
+            ("--jobs", [a.jobs], 1, math.inf), ("--depths", a.depths, 0, 1), ("--budgets", a.budgets, 0, 1),
+            ("--thresholds", a.thresholds, 0, 1), ("--retain", [0 if a.retain is None else a.retain], 0, 1)):
+        for number in numbers:
+            if not low <= number <= high:
+                raise ValueError(f"{flag} must be from {low} to {high}, not {number}")
+    if a.command == "text" and not a.files:
+        raise ValueError("text needs a file")
+
+
 @lru_cache(maxsize=1)
 def prepared(argv):
     """The model, cases, groups and methods that a command line asks for; each process prepares its own."""
@@ -784,14 +802,30 @@ def chosen_methods(arguments):
     return chosen
 
 
+def read_lines(files):
+    """The objects of some JSONL files. Raises ValueError, naming file and line, for what is none."""
+    lines = []
+    for name in files:
+        for number, line in enumerate(Path(name).read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip():
+                try:
+                    lines.append(json.loads(line))
+                except (ValueError, RecursionError):
+                    raise ValueError(f"{name}, line {number}: no JSON") from None
+                if not isinstance(lines[-1], dict):
+                    raise ValueError(f"{name}, line {number}: no JSON object")
+    if not lines:
+        raise ValueError(f"{', '.join(files)}: no lines")
+    return lines
+
+
 def chosen_cases(model, arguments):
     """The cases of a command, and the groups that its report has a table for."""
     a, groups = arguments, [f"{length} " for length in arguments.lengths]
     if a.command == "text":
         return text_cases(model, a.files, a.lengths, a.forced), groups
     if a.command == "file":
-        lines = [json.loads(line) for name in a.files for line in Path(name).read_text(encoding="utf-8").splitlines()
-                 if line.strip()] or chronicle_lines(a.lengths[0], a.documents, a.seed)
+        lines = read_lines(a.files) if a.files else chronicle_lines(a.lengths[0], a.documents, a.seed)
         cases = [line_case(model, i + 1, line, a.max_new_tokens, a.chat, a.hide_choices or not a.files)
                  for i, line in enumerate(lines)]
         return cases, sorted({case.group for case in cases})
@@ -805,15 +839,19 @@ def chosen_cases(model, arguments):
 def main(argv=None):
     argv = tuple(sys.argv[1:] if argv is None else argv)
     arguments = parser().parse_args(argv)
+    check_ranges(arguments)
     path = Path(arguments.output or ROOT / "bench" / "results" / f"{arguments.command}.json")
     model, cases, groups, methods = prepared(argv)
+    if len({case.name for case in cases}) < len(cases):
+        raise ValueError("two cases have the same name: give each file and number once")
+    if arguments.command in ("curve", "needle"):
+        plot.pyplot()                                                       # missing is said before the work
     if arguments.command == "why":
         found = why(model, arguments.lengths[0], arguments.documents, arguments.seed, methods)
         path.write_text(json.dumps(found))
         shown = why_report(found)
     else:
-        results = Results(path, {"command": arguments.command, "model": arguments.model, "dtype": arguments.dtype},
-                          methods)
+        results = Results(path, settings_of(arguments), methods)
         evaluate(argv, arguments.jobs, results, arguments.watch)
         wanted = {case.name for case in cases}
         results.cells = {name: row for name, row in results.cells.items() if name in wanted}
@@ -828,6 +866,13 @@ def main(argv=None):
             shown = needle_table(grids, arguments.depths, arguments.lengths) + "\n\n" + shown
     path.with_suffix(".md").write_text(shown + "\n")
     print(shown)
+
+
+def settings_of(a):
+    """All that a cell depends on beside its case's name and its method; a file is known by what it holds."""
+    own = {"text": ("forced",), "file": ("max_new_tokens", "chat", "hide_choices", "lengths", "documents", "seed")}.get(a.command, ())
+    held = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in a.files]
+    return {name: getattr(a, name) for name in ("command", "model", "dtype", *own)} | ({"files": held} if held else {})
 
 
 def needle_table(grids, depths, lengths):

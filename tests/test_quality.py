@@ -338,3 +338,28 @@ def test_a_trace_tells_slow_steps_sentence_starts_and_what_is_read(tiny, case):
     fast = torch.tensor([r is None for r in seen.reasons])
     assert (seen.kept[fast] <= 1 + 1e-5).all() and seen.kept[~fast].isnan().all() and (seen.reads[~fast] == 1).sum() > 0
     assert seen.overlap[0].isnan().all() and ((seen.overlap[1:] >= 0) & (seen.overlap[1:] <= 1)).all()
+
+
+def test_results_of_other_inputs_are_never_handed_out(tmp_path, capsys):
+    """A file is known by what it holds and not by its name, and every flag that a cell depends on counts."""
+    a, b, output = tmp_path / "a.jsonl", tmp_path / "b.jsonl", str(tmp_path / "r.json")
+    for path, word in ((a, "one"), (b, "two")):
+        path.write_text(json.dumps(dict(context="Ada has a key.", input=f"Who, {word}?", answers=["Ada"])) + "\n")
+    run = ["--methods", "paper", "--no-watch", "--max-new-tokens", "2", "--output", output]
+    quality.main(["file", str(a), *run])
+    for argv in (["file", str(b), *run], ["file", str(a), *run, "--hide-choices"]):
+        with pytest.raises(ValueError, match="holds results of another"):
+            quality.main(argv)
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["file", "empty.jsonl"], "no lines"), (["file", "list.jsonl"], "list.jsonl, line 1: no JSON object"),
+    (["text"], "needs a file"), (["text", "empty.jsonl", "--lengths", "-64"], "--lengths must be"),
+    (["needle", "--depths", "nan"], "--depths must be"), (["methods", "--documents", "0"], "--documents must be"),
+    (["methods", "--output", "x.md"], "must end in .json")])
+def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, argv, said):
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").write_text("\n")
+    Path("list.jsonl").write_text("[1]\n")
+    with pytest.raises(ValueError, match=said):
+        quality.main(argv)
