@@ -118,6 +118,8 @@ def given(arguments, cls):
 
 def read_text(name):
     """The prompt in file `name`, or of standard input for "-", less the newline that ends a text file."""
+    if name == "-" and sys.stdin is None:
+        raise ValueError("standard input is closed")
     try:
         text = (sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -407,9 +409,12 @@ def decode_and_report(model, full, logits, seconds, prompts, config, retain, arg
 
 def main(argv=None):
     """Run the command line; returns the exit code."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")                        # closed: print would turn to stdout
     try:
         with one_line_errors():
-            return work(parser().parse_args(argv))
+            code = work(parser().parse_args(argv))
+            sys.stdout.flush()                                              # a full disk is noticed here
+            return code
     except BrokenPipeError:
         # Whoever read our text has gone: nothing more can be said there, and Python's own flush must not try.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -285,7 +285,11 @@ def main(argv=None):
     p.add_argument("--output", default=str(root / "bench" / "results" / "stability.png"),
                    help="numbers go beside it, as JSON")
     arguments = p.parse_args(argv)
-    pyplot()
+    kinds = pyplot().figure().canvas.get_supported_filetypes()
+    if Path(arguments.output).suffix[1:] not in kinds:
+        raise ValueError(f"--output must end in one of {', '.join(kinds)}, not {arguments.output!r}")
+    if min(arguments.length, arguments.documents) < 1 or not 0 <= arguments.retain <= 1:
+        raise ValueError("--length and --documents must be at least 1, --retain from 0 to 1")
     model = qwen3.load(arguments.model, dtype=torch.float32)
     cases = []
     for i in range(arguments.documents):
@@ -307,4 +311,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"plot: {error}")

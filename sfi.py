@@ -217,7 +217,7 @@ class SlowFastMemory:
         kept = min(config.selected, capacity)
         self.positions = torch.zeros(layers, batch, heads, kept, dtype=torch.int64, device=full.keys.device)
         self.compact_keys, self.compact_values = (
-            full.keys.new_empty(layers, batch, heads, config.sink + kept, dim) for _ in range(2))
+            full.keys.new_empty(layers, batch, heads, min(config.sink, capacity) + kept, dim) for _ in range(2))
         # Two groups' logits: one is selected from while the next is written.
         self.logits = full.key_norms.new_empty(2, self.group, batch, heads, self.rows, capacity,
                                                dtype=self.logit_dtype())
@@ -579,5 +579,9 @@ def generate(model, prompt_ids, config=SFIConfig(), mode="sfi", max_new_tokens=1
 
 
 if __name__ == "__main__":
-    from cli import main
-    sys.exit(main())
+    try:
+        from cli import main
+        sys.exit(main())
+    except KeyboardInterrupt:                                               # while still importing
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -91,6 +91,9 @@ def main(argv=None):
     p.add_argument("--retain", type=float, default=0.12)
     p.add_argument("--output", default=str(ROOT / "bench" / "results" / "cpu.json"))
     a = p.parse_args(argv)
+    if min(*a.lengths, a.new_tokens - 63, a.threads) < 1 or not 0 <= a.retain <= 1:
+        raise ValueError("--lengths and --threads must be at least 1, --new-tokens at least 64 (a slow step is due by "
+                         "then), --retain from 0 to 1")
     folder = str(ROOT / "tiny") if a.model == "tiny" else a.model
     rows = []
     for length in a.lengths:
@@ -107,4 +110,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        sys.exit(f"cpu: {error}")

@@ -82,6 +82,8 @@ def available():
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or available():
+        if name not in GOLDENS:
+            sys.exit(f"make_traces: give names among {', '.join(GOLDENS)}, or none for all, not {name!r}")
         path = TRACES / f"{name}.safetensors"
         for b, result in enumerate(make(GOLDENS[name], path)):
             slow = {j: step.reason for j, step in enumerate(result.steps) if step.reason}
