@@ -6,8 +6,9 @@ nothing of tokens, sentences or checkpoints, and keeps no state.
 Paper: memory layout and asynchronous pipeline. SPEC sections 2, 3, 5 and 6.
 
 Symbols: B rows of the batch, M rows of a linear layer, I and O its inputs and outputs, H query heads, G KV heads, D
-head dim, N cached tokens with the step's own, C capacity of the full cache, K selected tokens, S = sink + K slots of the
-compact buffer, R evidence rows of one KV head, W evidence queries, Q slots of the ring, n layers selected for at once.
+head dim, N cached tokens with the step's own, C capacity of the full cache, K selected tokens, S = sink + K slots of
+the compact buffer, R evidence rows of one KV head, W evidence queries, Q slots of the ring, n layers selected for at
+once.
 
 A row of `plan` [B, 4] int32 says what one sequence reads in a decode step: (compact, start, end, slow). It reads
 compact-buffer slots [0, compact) and cache positions [start, end), where end - 1 is the step's own token. A slot of

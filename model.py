@@ -41,13 +41,16 @@ METADATA = frozenset("""
 ONLY = dict(hidden_act="silu", attention_bias=False, qkv_bias=False, use_qk_norm=True, use_sliding_window=False,
             shared_expert_intermediate_size=0, partial_rotary_factor=1.0, quantization_config=None,
             compression_config=None, auto_map=None, is_encoder_decoder=False, add_cross_attention=False)
-KINDS = {int: "a whole number above 0", float: "a finite number above 0", bool: "true or false",
+KINDS = {int: "a whole number from 1 to 2^31", float: "a number from 1e-30 to 1e30", bool: "true or false",
          tuple: "a list of whole numbers, none negative"}
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 class Checked:
-    """Base of a frozen dataclass whose values must have their field's type, as KINDS says, or be the default."""
+    """Base of a frozen dataclass whose values must have their field's type, as KINDS says, or be the default.
+
+    The bounds are wide: what lies beyond them would end in an overflow, not in a model.
+    """
 
     def __post_init__(self):
         for field in fields(self):
@@ -57,9 +60,9 @@ class Checked:
             if field.type is tuple:
                 right = type(value) is tuple and all(type(item) is int and item >= 0 for item in value)
             elif field.type is float:
-                right = type(value) in (int, float) and 0 < value < math.inf
+                right = type(value) in (int, float) and 1e-30 <= value <= 1e30
             else:
-                right = type(value) is field.type and (field.type is not int or value > 0)
+                right = type(value) is field.type and (field.type is not int or 0 < value <= 2**31)
             if not right:
                 raise ValueError(f"{field.name} must be {KINDS.get(field.type, field.type.__name__)}, not {value!r}")
 

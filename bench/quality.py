@@ -870,7 +870,8 @@ def main(argv=None):
 
 def settings_of(a):
     """All that a cell depends on beside its case's name and its method; a file is known by what it holds."""
-    own = {"text": ("forced",), "file": ("max_new_tokens", "chat", "hide_choices", "lengths", "documents", "seed")}.get(a.command, ())
+    own = {"text": ("forced",),
+           "file": ("max_new_tokens", "chat", "hide_choices", "lengths", "documents", "seed")}.get(a.command, ())
     held = [hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in a.files]
     return {name: getattr(a, name) for name in ("command", "model", "dtype", *own)} | ({"files": held} if held else {})
 

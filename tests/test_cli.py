@@ -288,8 +288,8 @@ def test_a_template_that_raises(capsys, prompt, checkpoint):
 
 
 @pytest.mark.parametrize("program, argv, said", [
-    ("plot.py", ["--output", "x.xyz"], "--output must end in"), ("plot.py", ["--documents", "0"], "--documents must be"),
-    ("bench/cpu.py", ["--lengths", "0"], "--lengths and"), ("bench/cpu.py", ["--retain", "-1"], "--retain from 0 to 1"),
+    ("plot.py", ["--output", "x.xyz"], "--output must end in"),
+    ("plot.py", ["--documents", "0"], "--documents must be"), ("bench/cpu.py", ["--lengths", "0"], "--lengths and"), ("bench/cpu.py", ["--retain", "-1"], "--retain from 0 to 1"),
     ("golden/make_traces.py", ["nope"], "not 'nope'")])
 def test_the_other_programs_refuse_in_one_line_too(program, argv, said):
     if program == "plot.py":
@@ -302,5 +302,6 @@ def test_standard_streams_that_are_closed_or_full():
     command = f"{sys.executable} {ROOT / 'sfi.py'} --model {ROOT / 'tiny'} --device cpu --mode sfi --max-new-tokens 3"
     closed = subprocess.run(f"{command} --prompt - <&-", shell=True, capture_output=True, text=True)
     assert closed.returncode == 2 and closed.stderr == "sfi: standard input is closed\n"
-    no_stderr = subprocess.run(f"echo once | {command} --prompt - --json 2>&-", shell=True, capture_output=True, text=True)
+    no_stderr = subprocess.run(f"echo once | {command} --prompt - --json 2>&-", shell=True, capture_output=True,
+                               text=True)
     assert no_stderr.returncode == 0 and "tokens/s" not in no_stderr.stdout

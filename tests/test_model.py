@@ -668,3 +668,11 @@ def test_wrong_tokenizers_are_refused(tmp_path):
     assert "ByteLevel" in error_line(lambda: tokenizer_in(tmp_path, lambda data: data.update(decoder=None)))
     line = error_line(lambda: Tokenizer(TOKENIZER, 1000))
     assert "151668" in line and "1000" in line
+
+
+@pytest.mark.parametrize("key, value", [("vocab_size", 10**20), ("max_position_embeddings", 10**10),
+                                        ("rope_theta", 10**400), ("rms_norm_eps", 5e-324), ("hidden_size", 0)])
+def test_numbers_that_end_in_an_overflow_are_refused_by_name(key, value):
+    with pytest.raises(ValueError, match=f"{key} must be a"):
+        replace(Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+                       num_key_value_heads=1, head_dim=16, max_position_embeddings=64), **{key: value})
