@@ -229,6 +229,8 @@ def overlap(a, b):
 
 
 def kept_mass(probabilities, positions):
-    """The mass that a memory of these positions holds. [..., N], [..., m] int64 (negative: padding) -> [...]."""
+    """The mass that a memory of these positions holds. [..., N], [..., m] int64 (negative: padding)
+    -> [...] in at least fp32.
+    """
     mass = at_least_fp32(probabilities).gather(-1, positions.clamp(min=0))
     return mass.masked_fill(positions < 0, 0).sum(-1)

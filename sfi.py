@@ -198,8 +198,9 @@ class SlowFastMemory:
 
     Built on a FullMemory, which holds the prompt and keeps every later token too. compact_keys and compact_values
     [L, B, G, sink + K, D] hold sink and selected tokens; positions [L, B, G, K] int64 their absolute positions, of
-    which the first `counts[b]` are meant. `group` layers are selected for at once; with `overlap`, on a CUDA device,
-    beside the next layers' work on a stream of their own.
+    which the first `counts[b]` are meant; firsts, edges [B]: the candidates of the last slow step were [first, edge).
+    `group` layers are selected for at once; with `overlap`, on a CUDA device, beside the next layers' work on a stream
+    of their own. Raises ValueError if the full memory keeps fewer queries than the configuration asks for.
     """
 
     def __init__(self, model, full, config, overlap=True, group=None):
@@ -217,7 +218,7 @@ class SlowFastMemory:
         kept = min(config.selected, capacity)
         self.positions = torch.zeros(layers, batch, heads, kept, dtype=torch.int64, device=full.keys.device)
         self.compact_keys, self.compact_values = (
-            full.keys.new_empty(layers, batch, heads, min(config.sink, capacity) + kept, dim) for _ in range(2))
+            full.keys.new_empty(layers, batch, heads, config.sink + kept, dim) for _ in range(2))
         # Two groups' logits: one is selected from while the next is written.
         self.logits = full.key_norms.new_empty(2, self.group, batch, heads, self.rows, capacity,
                                                dtype=self.logit_dtype())
@@ -242,7 +243,7 @@ class SlowFastMemory:
 
     @property
     def selects(self):
-        """A dense memory never reads a selection."""
+        """Whether a slow step selects: under policy `always` nobody would read it."""
         return self.config.policy != "always"
 
     def attend(self, layer, q, k, v, step):
@@ -377,7 +378,10 @@ class Stepper:
         return result
 
     def confidence(self, logits):
-        """The probability of the likeliest token, for logits [B, V] -> [B]: what `doubt` is compared with."""
+        """The probability of the likeliest token, for logits [B, V] -> [B]: what `doubt` is compared with.
+
+        A method, so that bench/quality.py can put another signal in its place.
+        """
         return logits.softmax(-1).amax(-1)
 
 
@@ -430,7 +434,11 @@ def prefill(model, memory, prompts, chunk=None, progress=None):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step of one sequence: "slow" or "fast", why it was slow, tokens it read per layer and KV head, N, seconds."""
+    """One step of one sequence: "slow" or "fast", why it was slow, tokens it read per layer and KV head, N, seconds.
+
+    reason: prefill, sentence, interval, doubt or always; None for a fast step. seconds: the whole batch's step, 0 for
+    prefill.
+    """
     kind: str
     reason: str | None
     read: int
@@ -455,8 +463,8 @@ def decode(model, memory, logits, config, max_new_tokens, sentences=((), ()), st
            forced=None, stepper=None):
     """Yield one Token per step, from step 0 with prefill's logits [B, V] on.
 
-    sentences: (ends, blank) for the Trigger. forced: a list of ids per sequence to feed instead of drawing.
-    SPEC sections 3 and 4.
+    memory: prefilled. sentences: (ends, blank) for the Trigger. forced: at least max_new_tokens ids per sequence, to
+    feed instead of drawing. stepper: what runs the steps, made here if None. SPEC sections 3 and 4.
     """
     batch = memory.batch
     stepper = stepper or Stepper(model, memory)
