@@ -289,7 +289,8 @@ def test_a_template_that_raises(capsys, prompt, checkpoint):
 
 @pytest.mark.parametrize("program, argv, said", [
     ("plot.py", ["--output", "x.xyz"], "--output must end in"),
-    ("plot.py", ["--documents", "0"], "--documents must be"), ("bench/cpu.py", ["--lengths", "0"], "--lengths and"), ("bench/cpu.py", ["--retain", "-1"], "--retain from 0 to 1"),
+    ("plot.py", ["--documents", "0"], "--documents must be"),
+    ("bench/cpu.py", ["--lengths", "0"], "--lengths and"), ("bench/cpu.py", ["--retain", "-1"], "--retain from 0 to 1"),
     ("golden/make_traces.py", ["nope"], "not 'nope'")])
 def test_the_other_programs_refuse_in_one_line_too(program, argv, said):
     if program == "plot.py":
