@@ -309,9 +309,7 @@ def check_outputs(arguments):
             raise ValueError(f"{flag} {name} is {taken[str(path)]} too")
         taken[str(path)] = "the file of --plot"
     if arguments.plot:
-        kinds = plot.pyplot().figure().canvas.get_supported_filetypes()
-        if Path(arguments.plot).suffix[1:].lower() not in kinds:
-            raise ValueError(f"--plot {arguments.plot} needs an ending that matplotlib writes: {', '.join(kinds)}")
+        plot.check_ending("--plot", arguments.plot)
 
 
 def work(arguments):
@@ -333,7 +331,6 @@ def work(arguments):
     if arguments.plot is not None:
         if len(arguments.prompt) > 1:
             raise ValueError("--plot draws one prompt, not a batch")
-        plot.pyplot()                                                       # says before the work if it is missing
         if arguments.max_new_tokens < 3:
             raise ValueError("--plot needs --max-new-tokens of at least 3")
     elif arguments.trace is None and (arguments.trace_layers or arguments.trace_steps):

@@ -41,6 +41,15 @@ def pyplot():
     return pyplot
 
 
+def check_ending(flag, name):
+    """Raise ValueError if matplotlib is missing or writes no file with this ending."""
+    pyplot()
+    from matplotlib.backend_bases import FigureCanvasBase
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(name).suffix[1:].lower() not in kinds:
+        raise ValueError(f"{flag} must end in one of {', '.join(kinds)}, an ending that matplotlib writes, not {name!r}")
+
+
 def save(figure, path):
     with whole_file(path) as unfinished:
         figure.savefig(unfinished)
@@ -285,9 +294,7 @@ def main(argv=None):
     p.add_argument("--output", default=str(root / "bench" / "results" / "stability.png"),
                    help="numbers go beside it, as JSON")
     arguments = p.parse_args(argv)
-    kinds = pyplot().figure().canvas.get_supported_filetypes()
-    if Path(arguments.output).suffix[1:] not in kinds:
-        raise ValueError(f"--output must end in one of {', '.join(kinds)}, not {arguments.output!r}")
+    check_ending("--output", arguments.output)
     if min(arguments.length, arguments.documents) < 1 or not 0 <= arguments.retain <= 1:
         raise ValueError("--length and --documents must be at least 1, --retain from 0 to 1")
     model = qwen3.load(arguments.model, dtype=torch.float32)
