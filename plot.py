@@ -47,7 +47,7 @@ def check_ending(flag, name):
     from matplotlib.backend_bases import FigureCanvasBase
     kinds = FigureCanvasBase.get_supported_filetypes()
     if Path(name).suffix[1:].lower() not in kinds:
-        raise ValueError(f"{flag} must end in one of {', '.join(kinds)}, an ending that matplotlib writes, not {name!r}")
+        raise ValueError(f"{flag} must end in one of {', '.join(kinds)}, which matplotlib writes, not {name!r}")
 
 
 def save(figure, path):
