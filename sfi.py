@@ -322,37 +322,40 @@ class SlowFastMemory:
 class Stepper:
     """Runs decode steps of one memory over static tensors; on CUDA each kind of step is captured once, then replayed.
 
-    Overlap stays inside a step: it ends when the selections it made are in place.
+    A step begins by copying `staging` to the device and ends by copying the likeliest tokens back, so that a captured
+    one is a single launch. Overlap stays inside a step: it ends when the selections it made are in place.
     """
 
     def __init__(self, model, memory, capture=None):
-        self.model, self.memory = model, memory
-        on_gpu = model.device.type == "cuda"
-        self.capture = on_gpu if capture is None else capture
-        # A row: the input token and the four numbers of its plan; one copy brings them to the device.
-        self.inputs = torch.zeros(memory.batch, 5, dtype=torch.int32, device=model.device)
-        self.staging = torch.zeros(memory.batch, 5, dtype=torch.int32, pin_memory=on_gpu)
-        self.copied = torch.cuda.Event() if on_gpu else None
+        self.model, self.memory, batch = model, memory, memory.batch
+        self.on_gpu = model.device.type == "cuda"
+        self.capture = self.on_gpu if capture is None else capture
+        # A row: the input token and the four numbers of its plan.
+        self.staging = torch.zeros(batch, 5, dtype=torch.int32, pin_memory=self.on_gpu)
+        self.inputs = torch.zeros(batch, 5, dtype=torch.int32, device=model.device)
+        self.drawn = torch.zeros(batch, dtype=torch.int64, pin_memory=self.on_gpu)
         self.graphs = {}
         for slow in (False, True) if self.capture else ():
             self.warm(slow)
 
     def stage(self, tokens, rows):
-        if self.copied:
-            self.copied.synchronize()                       # the last copy may still be reading the staging rows
-        self.staging.copy_(torch.tensor([(token, *row) for token, row in zip(tokens, rows)]))
-        self.inputs.copy_(self.staging, non_blocking=True)
-        if self.copied:
-            self.copied.record()
+        self.wait()                                         # the last step may still be copying
+        self.staging.numpy()[:] = [(token, *row) for token, row in zip(tokens, rows)]
+
+    def wait(self):
+        if self.on_gpu:
+            torch.cuda.current_stream().synchronize()
 
     def compute(self, slow):
-        """logits [B, V] of the step that `inputs` describes, and the likeliest tokens [B]."""
+        """logits [B, V] of the step that `staging` describes."""
+        self.inputs.copy_(self.staging, non_blocking=True)
         plan = self.inputs[:, 1:].contiguous()
         step = Step(plan[:, 2:3].long() - 1, plan, slow)
         hidden = self.model.forward(self.inputs[:, :1].long(), step, self.memory)
         logits = self.model.head(hidden[:, -1])
         self.memory.join()
-        return logits, logits.argmax(-1)
+        self.drawn.copy_(logits.argmax(-1), non_blocking=True)
+        return logits
 
     def warm(self, slow):
         """Compile, run once on the slot that the first step will write again, then capture."""
@@ -361,21 +364,26 @@ class Stepper:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = self.compute(slow)
-        self.graphs[slow] = graph, result
+            logits = self.compute(slow)
+        self.graphs[slow] = graph, logits
 
     def __call__(self, tokens, rows):
-        """Run the step with input `tokens` and plan `rows`, lists of B -> logits [B, V], likeliest tokens [B].
+        """Start the step with input `tokens` and plan `rows`, lists of B -> its logits [B, V].
 
-        Both are overwritten by the next call.
+        They are overwritten by the next call.
         """
         slow = any(row[3] for row in rows)
         self.stage(tokens, rows)
         if not self.capture:
             return self.compute(slow)
-        graph, result = self.graphs[slow]
+        graph, logits = self.graphs[slow]
         graph.replay()
-        return result
+        return logits
+
+    def likeliest(self):
+        """Wait for the step under way -> the likeliest tokens, a list of B."""
+        self.wait()
+        return self.drawn.tolist()
 
     def confidence(self, logits):
         """The probability of the likeliest token, for logits [B, V] -> [B]: what `doubt` is compared with.
@@ -492,7 +500,7 @@ def decode(model, memory, logits, config, max_new_tokens, sentences=((), ()), st
         # A sequence that has ended keeps its place in the batch and reads the one slot behind its last token.
         rows = [(0, n, n + 1, 0) if over else row
                 for row, over, n in zip(memory.plan([r is not None for r in reasons]), ended, memory.lengths)]
-        logits, drawn = stepper(ids, rows)
+        logits = stepper(ids, rows)
         memory.finish(rows)
         read = [compact + end - start for compact, start, end, _ in rows]
         if config.doubt and None in reasons:
@@ -501,11 +509,11 @@ def decode(model, memory, logits, config, max_new_tokens, sentences=((), ()), st
             if any(again):
                 # Same token, same position: its cache row is written over. The other rows only repeat themselves.
                 rows = [(0, 0, row[2], 1) if redo else (*row[:3], 0) for row, redo in zip(rows, again)]
-                logits, drawn = stepper(ids, rows)
+                logits = stepper(ids, rows)
                 memory.finish(rows)
                 read = [n + row[2] * redo for n, row, redo in zip(read, rows, again)]
                 reasons = ["doubt" if redo else reason for reason, redo in zip(reasons, again)]
-        drawn = drawn.tolist()
+        drawn = stepper.likeliest()
         seconds = time.perf_counter() - begin
         records = [StepRecord("slow" if reason else "fast", reason, n, row[2], seconds)
                    for reason, n, row in zip(reasons, read, rows)]

@@ -445,14 +445,14 @@ def verify(path, model, checkpoint):
             confidence = [1.0] * trace.batch
             if config.doubt:                # the fast pass, whose intermediates a slow one may have replaced
                 check.active = [False] * trace.batch
-                logits = stepper(tokens, rows_of(memory, active, [False] * trace.batch))[0]
+                logits = stepper(tokens, rows_of(memory, active, [False] * trace.batch))
                 confidence = logits.softmax(-1).amax(-1).tolist()
             check.active = active
             for b, trigger in enumerate(triggers):
                 if active[b]:
                     begin(b, judge(trigger, check, b, tokens[b], confidence[b]))
             rows = rows_of(memory, active, check.reasons)
-            logits = stepper(tokens, rows)[0]
+            logits = stepper(tokens, rows)
             memory.finish(rows)
         for b, on in enumerate(active):
             if on:

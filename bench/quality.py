@@ -377,10 +377,10 @@ class SignalStepper(Stepper):
 
     def __call__(self, tokens, rows):
         self.dense = rows[0][1] == 0
-        logits, token = super().__call__(tokens, rows)
+        logits = super().__call__(tokens, rows)
         if self.dense:
             self.best = logits.max()
-        return logits, token
+        return logits
 
     def confidence(self, logits):
         p = logits.double().softmax(-1)

@@ -197,7 +197,7 @@ def weights(model):
 def time_step(report, model, stepper, rows):
     """Times of the step that has this plan, GB that it must read, and its share of the ceilings."""
     slow = any(row[3] for row in rows)
-    if not stepper([0] * len(rows), rows)[0].isfinite().all():
+    if not stepper([0] * len(rows), rows).isfinite().all():
         raise ArithmeticError("the step's logits are not finite")
     times = spread(timed(stepper.graphs[slow][0].replay if stepper.capture else partial(stepper.compute, slow),
                          report.scale.repeats))

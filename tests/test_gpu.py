@@ -197,16 +197,16 @@ def test_a_fast_row_beside_a_slow_one_reads_its_own_segments_alone():
     def state(row):
         return [x[:, row].clone() for x in (memory.positions, memory.compact_keys, memory.compact_values)]
 
-    fast = stepper(tokens, memory.plan([False, False]))[0].clone()
+    fast = stepper(tokens, memory.plan([False, False])).clone()
     before, edge = state(1), memory.edges[1]
     kept = [x[:, 1].clone() for x in (full.keys, full.values)]
     full.keys[:, 1, :, :edge] = full.values[:, 1, :, :edge] = float("nan")
-    mixed = stepper(tokens, memory.plan([True, False]))[0].clone()
+    mixed = stepper(tokens, memory.plan([True, False])).clone()
     selected = memory.positions[:, 0].clone()
     assert error(mixed[1], fast[1]) < 1e-4, error(mixed[1], fast[1])
     assert all(torch.equal(a, b) for a, b in zip(state(1), before)), "a fast row's selection has changed"
     full.keys[:, 1], full.values[:, 1] = kept
-    slow = stepper(tokens, memory.plan([True, True]))[0]
+    slow = stepper(tokens, memory.plan([True, True]))
     assert error(mixed[0], slow[0]) < 1e-4, error(mixed[0], slow[0])
     differing = (memory.positions[:, 0] != selected).float().mean().item()
     assert differing < 0.01, f"{differing} of the slow row's positions depend on the other row"
