@@ -28,7 +28,7 @@ import functools
 import math
 import os
 from dataclasses import dataclass
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -835,12 +835,20 @@ def window_max(scores, at, inside, C, REACH: tl.constexpr, HALF: tl.constexpr):
 
 
 @jit
-def compete_kernel(log_s, plan, scores, sink, recent, B, G, C, nms_alpha, exclusivity_alpha, temperature, log_eps,
-                   REACH: tl.constexpr, HALF: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKS: tl.constexpr):
+def store_extent(extent, scores, inside, made):
+    """Leave the least and the largest of those scores [heads, blocks, HALF] that are `inside`, for narrow_kernel."""
+    tl.store(extent, tl.min(tl.min(tl.where(inside, scores, float("inf")), 2), 1), mask=made)
+    tl.store(extent + 1, tl.max(tl.max(tl.where(inside, scores, float("-inf")), 2), 1), mask=made)
+
+
+@jit
+def compete_kernel(log_s, plan, scores, extent, sink, recent, B, G, C, blocks, nms_alpha, exclusivity_alpha,
+                   temperature, log_eps, REACH: tl.constexpr, HALF: tl.constexpr, BLOCK_G: tl.constexpr,
+                   BLOCKS: tl.constexpr):
     """One program takes BLOCKS * HALF positions of all KV heads of one layer through soft-NMS and exclusivity.
 
     -inf outside the candidates; a candidate is at least -3e38, so that even one that no row sees ranks before what is
-    no candidate.
+    no candidate. `extent` [cells, blocks, 2]: each block's least and largest score.
     """
     cell = tl.program_id(0).to(tl.int64)                                    # (layer, b)
     slow, lo, hi = candidates(plan, cell % B, sink, recent)
@@ -859,12 +867,14 @@ def compete_kernel(log_s, plan, scores, sink, recent, B, G, C, nms_alpha, exclus
     s = tl.where(s == float("-inf"), s, s + exclusivity_alpha * tl.maximum(log_share, log_eps))
     s = tl.where((lo <= at) & (at < hi), tl.maximum(s, -3e38), float("-inf"))
     tl.store(scores + head + at, s, mask=(g < G) & (at < C))
+    heads = tl.arange(0, BLOCK_G)
+    store_extent(extent + ((cell * G + heads) * blocks + tl.program_id(1)) * 2, s, (lo <= at) & (at < hi), heads < G)
 
 
 @jit
-def spread_kernel(scores, plan, out, sink, recent, B, G, C, REACH: tl.constexpr, HALF: tl.constexpr,
+def spread_kernel(scores, plan, out, extent, sink, recent, B, G, C, blocks, REACH: tl.constexpr, HALF: tl.constexpr,
                   BLOCKS: tl.constexpr):
-    """One program spreads BLOCKS * HALF scores of one KV head. out in float64, see selector.spread."""
+    """One program spreads BLOCKS * HALF scores of one KV head. out in float64, see selector.spread; extent as above."""
     cell = tl.program_id(0).to(tl.int64)                                    # (layer, b, g)
     slow, lo, hi = candidates(plan, cell // G % B, sink, recent)
     if slow == 0:
@@ -872,12 +882,16 @@ def spread_kernel(scores, plan, out, sink, recent, B, G, C, REACH: tl.constexpr,
     at = positions_of(tl.program_id(1), BLOCKS, HALF)
     s = load_scores(scores + cell * C, at, True, C).to(tl.float64)
     best = window_max(scores + cell * C, at, True, C, REACH, HALF).to(tl.float64)
-    tl.store(out + cell * C + at, tl.where((lo <= at) & (at < hi), best + 1e-6 * s, float("-inf")), mask=at < C)
+    s = tl.where((lo <= at) & (at < hi), best + 1e-6 * s, float("-inf"))
+    tl.store(out + cell * C + at, s, mask=at < C)
+    head = cell + tl.arange(0, 1)
+    store_extent(extent + (head * blocks + tl.program_id(1)) * 2, s, (lo <= at) & (at < hi), head == cell)
 
 
 @jit
 def sortable(score):
-    """A score's bits as an integer that orders as scores do."""
+    """A score's bits as an integer that orders as scores do: -0 as 0."""
+    score = tl.where(score == 0, 0.0, score)
     if score.dtype == tl.float64:
         bits = score.to(tl.int64, bitcast=True)
         return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
@@ -887,62 +901,79 @@ def sortable(score):
 
 
 @jit
-def narrow_kernel(scores, plan, state, next_state, counts, next_counts, tally, sink, recent, B, G, C, K, parts,
-                  lowest, before, shift, BLOCK_P: tl.constexpr, PART: tl.constexpr):
+def narrow_kernel(scores, extent, plan, state, next_state, counts, next_counts, own, tally, sink, recent, B, G, C, K,
+                  parts, blocks, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCK_E: tl.constexpr,
+                  PART: tl.constexpr):
     """One round of the search for the K-th best score of each KV head; a program counts one part of one head.
 
     Known is a bracket of sortable scores, low to last, how many it holds, and how many of these are wanted, best
-    first. A round cuts the bracket into 32 bins of 2^shift and counts what falls into each. The next round adds up
-    the counts of all parts, goes on with the bin that the K-th best is in, and notes in `tally` how many of its own
-    part lie above that bin and in it. Once all that a bracket holds is wanted the search is over: for 2,048 of 128K
-    random scores after four or five rounds of seven, in float64 after six to eight of thirteen.
+    first; in the FIRST round the bracket is all candidates. A round cuts the bracket into 32 bins of 2^shift and
+    counts what falls into each. The next one goes on with the bin that the K-th best is in, and notes in `tally` how
+    many of its own part lie above that bin and in it: a part that has none in it is not read again. Once all that a
+    bracket holds is wanted the search is over.
 
         low |......|..........|.......|########|###| last       bins, and what each holds
                                  wanted: |--- K ---|             the K-th best is in the third: on with that one
 
-    state [cells, 4] int64: low, last, held, wanted; counts [cells, parts, 32]; tally [cells, parts, 2]. `before` is
-    the shift of the round before, -1 in the first; shift is -1 in a last round that only adds up. state and counts
-    are not written where they are read, for other programs still read them.
+    state [cells, 5] int64: low, last, held, wanted, shift; counts [cells, 32], zeros at first; own [cells, parts, 32],
+    what a part has counted; tally [cells, parts, 2]. Without COUNT the round only adds up. state and counts are not
+    written where they are read, for other programs still read them.
     """
     cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g)
     slow, lo, hi = candidates(plan, cell // G % B, sink, recent)
     if slow == 0:
         return
-    bin, p = tl.arange(0, 32), tl.arange(0, BLOCK_P)[:, None]
-    its_tally = tally + (cell * parts + part) * 2
-    if before < 0:
-        low = tl.cast(lowest, tl.int64)
-        last = -1 - low
-        wanted = tl.minimum(K, hi - lo).to(tl.int64)                        # what is no candidate has -inf, the lowest
-        held = tl.where(wanted > 0, C, 0).to(tl.int64)
+    bin = tl.arange(0, 32)
+    its_own, its_tally = own + (cell * parts + part) * 32 + bin, tally + (cell * parts + part) * 2
+    if FIRST:
+        block = tl.arange(0, BLOCK_E)
+        of = extent + (cell * blocks + block) * 2
+        least = tl.min(tl.load(of, mask=block < blocks, other=float("inf")))
+        most = tl.max(tl.load(of + 1, mask=block < blocks, other=float("-inf")))
+        low, last = sortable(least).to(tl.int64), sortable(most).to(tl.int64)
+        wanted = tl.minimum(K, hi - lo).to(tl.int64)
+        held = tl.where(wanted > 0, hi - lo, 0).to(tl.int64)
+        here = tl.maximum(tl.minimum(hi, part * PART + PART) - tl.maximum(lo, part * PART), 0)
+        width = (last - low).to(tl.uint64, bitcast=True)
+        bits = tl.sum(((width >> tl.arange(0, 64).to(tl.uint64)) != 0).to(tl.int64))
+        shift = tl.maximum(bits - 5, 0)
         tl.store(its_tally, 0)
-        tl.store(its_tally + 1, tl.minimum(C - part * PART, PART))
+        tl.store(its_tally + 1, here)
     else:
-        low, last = tl.load(state + cell * 4), tl.load(state + cell * 4 + 1)
-        held, wanted = tl.load(state + cell * 4 + 2), tl.load(state + cell * 4 + 3)
+        low, last = tl.load(state + cell * 5), tl.load(state + cell * 5 + 1)
+        held, wanted = tl.load(state + cell * 5 + 2), tl.load(state + cell * 5 + 3)
+        shift = tl.load(state + cell * 5 + 4)
+        here = tl.load(its_tally + 1)
         if wanted < held:
-            its_counts = counts + cell * parts * 32 + bin
-            count = tl.sum(tl.load(its_counts + p * 32, mask=p < parts, other=0), 0)        # [32]
+            count = tl.load(counts + cell * 32 + bin)
             reached = tl.cumsum(count, 0, reverse=True)
             chosen = tl.sum(tl.where((reached - count < wanted) & (wanted <= reached), bin, 0))
-            own = tl.load(its_counts + part * 32)
-            tl.store(its_tally, tl.load(its_tally) + tl.sum(tl.where(bin > chosen, own, 0)))
-            tl.store(its_tally + 1, tl.sum(tl.where(bin == chosen, own, 0)))
+            if here > 0:
+                mine = tl.load(its_own)
+                here = tl.sum(tl.where(bin == chosen, mine, 0))
+                tl.store(its_tally, tl.load(its_tally) + tl.sum(tl.where(bin > chosen, mine, 0)))
+                tl.store(its_tally + 1, here)
             wanted -= tl.sum(tl.where(bin > chosen, count, 0))
             held = tl.sum(tl.where(bin == chosen, count, 0)).to(tl.int64)
-            low += chosen.to(tl.int64) << before
-            last = low + (tl.full([], 1, tl.int64) << before) - 1
+            low += chosen.to(tl.int64) << shift
+            width = tl.minimum((last - low).to(tl.uint64, bitcast=True), (tl.full([], 1, tl.uint64) << shift) - 1)
+            last = low + width.to(tl.int64, bitcast=True)
+            shift = tl.maximum(shift - 5, 0)
     if part == 0:
-        tl.store(next_state + cell * 4, low)
-        tl.store(next_state + cell * 4 + 1, last)
-        tl.store(next_state + cell * 4 + 2, held)
-        tl.store(next_state + cell * 4 + 3, wanted)
-    if (shift >= 0) & (wanted < held):
-        at = part * PART + tl.arange(0, PART)
-        key = sortable(tl.load(scores + cell * C + at, mask=at < C, other=0))
-        digit = ((key >> shift) - (low.to(key.dtype) >> shift)).to(tl.int32)
-        bracketed = (at < C) & (low.to(key.dtype) <= key) & (key <= last.to(key.dtype))
-        tl.store(next_counts + (cell * parts + part) * 32 + bin, tl.histogram(digit, 32, mask=bracketed))
+        tl.store(next_state + cell * 5, low)
+        tl.store(next_state + cell * 5 + 1, last)
+        tl.store(next_state + cell * 5 + 2, held)
+        tl.store(next_state + cell * 5 + 3, wanted)
+        tl.store(next_state + cell * 5 + 4, shift)
+    if COUNT:
+        if (wanted < held) & (here > 0):
+            at = part * PART + tl.arange(0, PART)
+            key = sortable(tl.load(scores + cell * C + at, mask=at < C, other=float("-inf")))
+            bracketed = (low.to(key.dtype) <= key) & (key <= last.to(key.dtype)) & (lo <= at) & (at < hi)
+            beyond = (key - low.to(key.dtype)).to(tl.uint32 if key.dtype == tl.int32 else tl.uint64, bitcast=True)
+            bins = tl.histogram((beyond >> shift).to(tl.int32), 32, mask=bracketed)
+            tl.store(its_own, bins)
+            tl.atomic_add(next_counts + cell * 32 + bin, bins)
 
 
 @jit
@@ -957,14 +988,17 @@ def choose_kernel(scores, plan, state, tally, positions, sink, recent, B, G, C, 
     slow, lo, hi = candidates(plan, b, sink, recent)
     if slow == 0:
         return
-    low, last, wanted = tl.load(state + cell * 4), tl.load(state + cell * 4 + 1), tl.load(state + cell * 4 + 3)
+    low, last = tl.load(state + cell * 5), tl.load(state + cell * 5 + 1)
+    held, wanted = tl.load(state + cell * 5 + 2), tl.load(state + cell * 5 + 3)
     p = tl.arange(0, BLOCK_P)
     above = tl.sum(tl.load(tally + (cell * parts + p) * 2, mask=p < part, other=0))
     equal = tl.sum(tl.load(tally + (cell * parts + p) * 2 + 1, mask=p < part, other=0))
     at = part * PART + tl.arange(0, PART)
-    key = sortable(tl.load(scores + cell * C + at, mask=at < C, other=0))
-    ties = (at < C) & (low.to(key.dtype) <= key) & (key <= last.to(key.dtype))
-    keep = ((at < C) & (key > last.to(key.dtype))) | (ties & (equal + tl.cumsum(ties.to(tl.int32), 0) <= wanted))
+    key = sortable(tl.load(scores + cell * C + at, mask=at < C, other=float("-inf")))
+    keep = (wanted > 0) & (lo <= at) & (at < hi) & (low.to(key.dtype) <= key)
+    if wanted < held:                                                       # of equal scores, not all
+        ties = keep & (key <= last.to(key.dtype))
+        keep = keep & ((key > last.to(key.dtype)) | (equal + tl.cumsum(ties.to(tl.int32), 0) <= wanted))
     slot = above + tl.minimum(equal, wanted) + tl.cumsum(keep.to(tl.int32), 0) - 1
     tl.store(positions + offset(position_strides, layer, b, g) + slot, at, mask=keep)
 
@@ -999,12 +1033,22 @@ def window_tile(reach):
     return min(1 << max(reach, 1).bit_length() - 1, 256)
 
 
-def scores_triton(logits, key_norms, plan, sink, recent, config):
-    """Every stage of select for the slow rows of n layers, over all positions; what is no candidate is left undefined.
+class Scores(NamedTuple):
+    """Every stage of select, [n, B, G, C] but lam [n, B, G] and the `extent` [n, B, G, blocks, 2] of log_spread.
 
-    -> (log_f before normalising, lam [n, B, G], log_s, log_exclusive, log_spread), [n, B, G, C] but lam. In the last
-    two -inf marks what is no candidate, and a candidate that no row sees has -3e38.
+    log_evidence is not normalised. What is no candidate is -inf in the last two and undefined before; a candidate that
+    no row sees has -3e38 there.
     """
+    log_evidence: torch.Tensor
+    lam: torch.Tensor
+    log_fused: torch.Tensor
+    log_exclusive: torch.Tensor
+    log_spread: torch.Tensor
+    extent: torch.Tensor
+
+
+def scores_triton(logits, key_norms, plan, sink, recent, config):
+    """Every stage of select for the slow rows of n layers, over all positions -> Scores."""
     n, B, G, R, C = logits.shape
     row_part, part = 32768, 1024
     row_parts, parts = triton.cdiv(C, row_part), triton.cdiv(C, part)
@@ -1026,38 +1070,43 @@ def scores_triton(logits, key_norms, plan, sink, recent, config):
     fuse_kernel[(n * B * G, parts)](plan, mix, log_f, log_s, sink, recent, B, G, C, part)
     reach = min(config.nms_window // 2, C)
     half, block_g = window_tile(reach), triton.next_power_of_2(G)
-    blocks = max(1, min(2048 // block_g, triton.next_power_of_2(C)) // half)
-    compete_kernel[(n * B, triton.cdiv(C, blocks * half))](
-        log_s, plan, scores, sink, recent, B, G, C, config.nms_alpha, config.exclusivity_alpha,
-        config.exclusivity_temperature, math.log(config.eps), reach, half, block_g, blocks)
+    per_program = max(1, min(2048 // block_g, triton.next_power_of_2(C)) // half) * half
+    blocks = triton.cdiv(C, per_program)
+    extent = torch.empty(n, B, G, blocks, 2, dtype=torch.float32, device=logits.device)
+    compete_kernel[(n * B, blocks)](
+        log_s, plan, scores, extent, sink, recent, B, G, C, blocks, config.nms_alpha, config.exclusivity_alpha,
+        config.exclusivity_temperature, math.log(config.eps), reach, half, block_g, per_program // half)
     if not config.spread:
-        return log_f, lam, log_s, scores, scores
-    spread = torch.empty(n, B, G, C, dtype=torch.float64, device=logits.device)
+        return Scores(log_f, lam, log_s, scores, scores, extent)
     reach = min(config.spread, C)
     half = window_tile(reach)
-    blocks = max(1, min(1024, triton.next_power_of_2(C)) // half)
-    spread_kernel[(n * B * G, triton.cdiv(C, blocks * half))](scores, plan, spread, sink, recent, B, G, C, reach, half,
-                                                              blocks)
-    return log_f, lam, log_s, scores, spread
+    per_program = max(1, min(1024, triton.next_power_of_2(C)) // half) * half
+    blocks = triton.cdiv(C, per_program)
+    spread, extent = (torch.empty(n, B, G, *shape, dtype=torch.float64, device=logits.device)
+                      for shape in ((C,), (blocks, 2)))
+    spread_kernel[(n * B * G, blocks)](scores, plan, spread, extent, sink, recent, B, G, C, blocks, reach, half,
+                                       per_program // half)
+    return Scores(log_f, lam, log_s, scores, spread, extent)
 
 
-def top_triton(scores, plan, sink, recent, positions):
+def top_triton(scores, extent, plan, sink, recent, positions):
     """Write the K best candidates of each KV head's slow rows, ascending, into positions [n, B, G, K] int64.
 
-    scores [n, B, G, C] float32 or float64, -inf where there is no candidate, and there alone.
+    scores [n, B, G, C] float32 or float64, of which only candidates are looked at; extent [n, B, G, blocks, 2], the
+    least and the largest of them, block by block.
     """
     n, B, G, C = scores.shape
-    part, bits, cells = 4096, 8 * scores.element_size(), n * B * G
-    parts = triton.cdiv(C, part)
-    state, counts, tally = (torch.empty(shape, dtype=dtype, device=scores.device) for shape, dtype in (
-        ((2, cells, 4), torch.int64), ((2, cells, parts, 32), torch.int32), ((cells, parts, 2), torch.int32)))
-    shifts = [-1, *range(bits - 5, 0, -5), 0, -1]
-    for turn, (before, shift) in enumerate(zip(shifts, shifts[1:])):
-        old, new = turn % 2, 1 - turn % 2
+    part, bits, cells, blocks = 4096, 8 * scores.element_size(), n * B * G, extent.shape[3]
+    parts, rounds = triton.cdiv(C, part), triton.cdiv(bits, 5)
+    state, own, tally = (torch.empty(shape, dtype=dtype, device=scores.device) for shape, dtype in (
+        ((rounds + 2, cells, 5), torch.int64), ((cells, parts, 32), torch.int32), ((cells, parts, 2), torch.int32)))
+    counts = torch.zeros(rounds + 1, cells, 32, dtype=torch.int32, device=scores.device)
+    for turn in range(rounds + 1):
         narrow_kernel[(cells, parts)](
-            scores, plan, state[old], state[new], counts[old], counts[new], tally, sink, recent, B, G, C,
-            positions.shape[-1], parts, -(1 << bits - 1), before, shift, triton.next_power_of_2(parts), part)
-    choose_kernel[(cells, parts)](scores, plan, state[new], tally, positions, sink, recent, B, G, C, parts,
+            scores, extent, plan, state[turn], state[turn + 1], counts[turn - 1], counts[turn], own, tally, sink,
+            recent, B, G, C, positions.shape[-1], parts, blocks, turn == 0, turn < rounds,
+            triton.next_power_of_2(blocks), part)
+    choose_kernel[(cells, parts)](scores, plan, state[-1], tally, positions, sink, recent, B, G, C, parts,
                                   positions.stride(), triton.next_power_of_2(parts), part, num_warps=8)
 
 
@@ -1070,8 +1119,8 @@ def publish_triton(logits, key_norms, keys, values, plan, sink, recent, config,
     """
     n, B, G = logits.shape[:3]
     K, D, slots = positions.shape[-1], keys.shape[-1], compact_keys.shape[-2]
-    scores = scores_triton(logits, key_norms, plan, sink, recent, config)[-1]
-    top_triton(scores, plan, sink, recent, positions)
+    scores = scores_triton(logits, key_norms, plan, sink, recent, config)
+    top_triton(scores.log_spread, scores.extent, plan, sink, recent, positions)
     gather_kernel[(n * B * G, triton.cdiv(slots, 32))](
         positions, keys, values, plan, compact_keys, compact_values, sink, recent, B, G, K,
         positions.stride(), keys.stride(), compact_keys.stride(), D, triton.next_power_of_2(D), 32)

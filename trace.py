@@ -132,7 +132,7 @@ class KernelMemory(WatchedMemory):
         norms = self.full.key_norms[layer, b, :, :n]
         plan = torch.tensor([(0, 0, n, 1)], dtype=torch.int32, device=logits.device)
         log_f, lam, *scores = (x[0, 0] for x in kernels.scores_triton(
-            logits[None, None], norms[None, None], plan, self.config.sink, self.config.recent, c))
+            logits[None, None], norms[None, None], plan, self.config.sink, self.config.recent, c)[:5])
         values = [logits, norms, log_f[:, lo:hi].log_softmax(-1), lam, *(x[:, lo:hi] for x in scores),
                   self.positions[layer, b, :, : hi - lo]]
         names = *INPUTS, "log_evidence", "lam", "log_fused", "log_exclusive", "log_spread", "positions"

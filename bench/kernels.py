@@ -228,14 +228,15 @@ def publish_case(n, B, N, rows, spread=False):
         args = publish_args(n, B, N, rows, spread)
         return logits, [lambda: kernels.scores_triton(args[0], args[1], *args[4:8])]
 
-    def scores():
-        return torch.randn(n, B, 8, N, dtype=torch.float64 if spread else torch.float32, device="cuda")
+    def scores():                                                           # like log-probabilities
+        return torch.randn(n, B, 8, N, dtype=torch.float64 if spread else torch.float32, device="cuda") * 2 - 12
 
     @case(f"top {name}")
     def _():
         x, plan = scores(), torch.tensor([(0, 0, N, 1)] * B, dtype=torch.int32, device="cuda")
         positions = torch.empty(n, B, 8, 2048, dtype=torch.int64, device="cuda")
-        return x.nbytes, [lambda: kernels.top_triton(x, plan, 0, 0, positions)]
+        extent = torch.stack(x.unflatten(-1, (-1, 1024)).aminmax(dim=-1), -1)
+        return x.nbytes, [lambda: kernels.top_triton(x, extent, plan, 0, 0, positions)]
 
     @case(f"torch.topk, torch.sort {name}")
     def _():

@@ -252,9 +252,11 @@ def test_every_stage_of_the_selector_is_torchs(device, kv_heads, rows, blind, kn
                                                                     capacity=plan[0][2] + 10, blind=blind)
     logits *= 0.1 if knobs is LONG else 1                                   # f near r
     config = SelectorConfig(**knobs)
-    log_f, lam, log_s, exclusive, spread = scores_triton(logits, norms, on_device, sink, recent, config)
+    log_f, lam, log_s, exclusive, spread, extent = scores_triton(logits, norms, on_device, sink, recent, config)
     for b, (_, _, end, _) in enumerate(plan):
         lo, hi = sink, end - recent
+        assert torch.equal(extent[0, b, ..., 0].amin(-1), spread[0, b, :, lo:hi].amin(-1))
+        assert torch.equal(extent[0, b, ..., 1].amax(-1), spread[0, b, :, lo:hi].amax(-1))
         want = select(logits[0, b, ..., :end].double(), norms[0, b, :, :end].double(), lo, hi, 8, config)
         stages = [x[0, b, :, lo:hi].double() for x in (log_f, log_s, exclusive, spread)]
         stages[0] = torch.where(stages[0].isfinite().any(-1, keepdim=True), stages[0], 0).log_softmax(-1)
@@ -267,20 +269,26 @@ def test_every_stage_of_the_selector_is_torchs(device, kv_heads, rows, blind, kn
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_best_are_found_among_ties_and_across_parts(device, dtype):
     """Against a stable sort; equal scores go to the first positions. 9000 scores are three parts of a head."""
-    never = torch.tensor(NEVER, dtype=dtype)
-    plan, sink, recent, G, C = [(0, 0, 9000, 1), (0, 0, 300, 0), (0, 0, 5000, 1), (0, 0, 300, 1)], 3, 50, 3, 9000
-    scores = torch.randn(1, len(plan), G, C, dtype=dtype)
+    plan, sink, recent, C = [(0, 0, 9000, 1), (0, 0, 300, 0), (0, 0, 5000, 1), (0, 0, 300, 1), (0, 0, 40, 1)], 3, 50, 9000
+    scores = torch.randn(1, len(plan), 5, C, dtype=dtype)
     scores[:, :, 1] = (scores[:, :, 1] * 2).round() - 0.25                  # a dozen values
     scores[:, :, 2] = -3e38                                                 # one value
+    scores[:, :, 3] = torch.where(scores[:, :, 3] > 0, 0.0, -0.0)           # one value, written in two ways
+    scores[:, :, 4] = scores[:, :, 4].exp() * 1e30                          # of all sizes
+    extent = scores.new_empty(1, len(plan), 5, 2, 2)
     for b, (_, _, end, _) in enumerate(plan):
-        scores[:, b, :, :sink], scores[:, b, :, end - recent :] = never, never
+        scores[:, b, :, :sink], scores[:, b, :, max(end - recent, 0) :] = NAN, NAN
+        for block, part in enumerate(scores[0, b, :, sink : max(end - recent, sink)].tensor_split(2, -1)):
+            extent[0, b, :, block] = torch.stack([part.amin(-1), part.amax(-1)], -1) if part.shape[-1] else (
+                torch.tensor([-NEVER, NEVER]))
     on_device = torch.tensor(plan, dtype=torch.int32, device=device)
     for K in (0, 1, 700, 4096):
-        positions = torch.full((1, len(plan), G, K), -1, device=device)
-        top_triton(scores.to(device), on_device, sink, recent, positions)
+        positions = torch.full((1, len(plan), 5, K), -1, device=device)
+        top_triton(scores.to(device), extent.to(device), on_device, sink, recent, positions)
         for b, (_, _, end, slow) in enumerate(plan):
-            count = min(K, end - recent - sink) if slow else 0
-            want = scores[0, b].sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(-1).values
+            mine = scores[0, b, :, sink : max(end - recent, sink)]
+            count = min(K, mine.shape[-1]) if slow else 0
+            want = mine.sort(dim=-1, descending=True, stable=True).indices[:, :count].sort(-1).values + sink
             assert torch.equal(positions[0, b, :, :count].cpu(), want) and (positions[0, b, :, count:] == -1).all()
 
 
