@@ -341,15 +341,16 @@ def evidence_logits(window, keys, scale):
 
 
 def attend_torch(q, k, v, keys, values, compact_keys, compact_values, plan, scale,
-                 key_norms, ring=None, queries=1, logits=None):
+                 key_norms, ring=None, queries=1, logits=None, lse=None, sink=0, recent=0):
     """Store the step's own keys and values, then attend to two segments: compact buffer and a range of the cache.
 
     q [B, H, D]; k, v [B, G, D]; keys, values [B, G, C, D]; compact_keys, compact_values [B, G, S, D] (None for a
     memory that has no compact buffer: plan's compact is then 0); plan [B, 4]; key_norms [B, G, C] in at least fp32
     -> [B, H, D].
     Written: keys, values and key_norms at end - 1; with `ring` [B, Q, H, D], q at slot (end - 1) % Q.
-    With `logits` [B, G, R, C], R = queries * H/G: each slow row's evidence_logits over [0, end), the newest query
-    being q and older ones coming from the ring. SPEC sections 2 and 3.
+    With `logits` [B, G, R, C] and `lse` [B, G, R], R = queries * H/G: each slow row's evidence_logits over [0, end), the
+    newest query being q and older ones coming from the ring, and their log-sum-exp over the candidates, before
+    rounding to logits' dtype; -inf for a row that sees none. SPEC sections 2 and 3.
     """
     out = torch.empty_like(q)
     group = q.shape[1] // k.shape[1]
@@ -370,8 +371,24 @@ def attend_torch(q, k, v, keys, values, compact_keys, compact_values, plan, scal
         out[b] = mixed.flatten(0, 1)
         if logits is not None and slow:
             window = q[b, None] if queries == 1 else ring[b, (own - torch.arange(queries)) % ring.shape[1]]
-            logits[b, :, :, :end] = evidence_logits(window, keys[b, :, :end], scale)
+            z = evidence_logits(window, keys[b, :, :end], scale)            # [G, R, end]
+            lo = min(sink, end)
+            logits[b, :, :, :end], lse[b] = z, at_least_fp32(z[..., lo : max(lo, end - recent)]).logsumexp(-1)
     return out
+
+
+@jit
+def candidates(plan, b, sink, recent):
+    """(slow, lo, hi) of row b: its candidates are positions [lo, hi)."""
+    end = tl.load(plan + b * 4 + 2)
+    lo = tl.minimum(sink, end)
+    return tl.load(plan + b * 4 + 3), lo, tl.maximum(lo, end - recent)
+
+
+@jit
+def exp(x):
+    """tl.exp in two instructions instead of five: what it costs more are numbers below 1e-38, which become 0 here."""
+    return tl.exp2(x * LOG2_E)
 
 
 @jit
@@ -415,8 +432,19 @@ def absorb(query, keys, values, left, best, mass, mixed, scale,
 
 
 @jit
+def absorb_candidates(z, at, lo, hi, best, mass):
+    """Take logits z [R, tokens], at positions `at` [1, tokens], into the running sum over candidates [lo, hi) only.
+
+    A sum of its own, not a share of absorb's: next to one large logit in the sink, all candidates would vanish.
+    """
+    z = tl.where((lo <= at) & (at < hi), z, float("-inf"))
+    higher = tl.maximum(best, tl.max(z, 1))
+    return higher, mass * exp(best - higher) + tl.sum(exp(z - higher[:, None]), 1)
+
+
+@jit
 def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, logits,
-                  partial, partial_lse, B, G, pieces,
+                  partial, partial_lse, partial_candidates, sink, recent, B, G, pieces,
                   q_strides, k_strides, v_strides, key_strides, compact_strides, norm_strides, ring_strides,
                   logit_strides, GROUP: tl.constexpr, QUERIES: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
                   BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -432,8 +460,8 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
 
     Each key and value is read once, for all query heads of its KV head (R = QUERIES * GROUP rows, padded to BLOCK_R
     for the matrix units; only the first GROUP are attended with, the older queries just leave their logits). What a
-    piece finds for a pair, `partial` [GROUP, D] and the log-sum-exp of its logits, goes to slot piece + pair, which
-    no other shares. The piece that holds a pair's first tile also brings in the step's own token, from k and v, and
+    piece finds for a pair, `partial` [GROUP, D], the log-sum-exp of its logits, and with `logits` that of each of the R
+    rows over the candidates, goes to slot piece + pair, which no other shares. The piece that holds a pair's first tile also brings in the step's own token, from k and v, and
     stores it; no program reads that position from the cache, so none can read it too early.
     """
     piece = tl.program_id(0)
@@ -445,8 +473,8 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
     current = (row < GROUP)[:, None] & (d < D)[None, :]
     for b in range(B if piece < pieces else 0):
         compact, start = tl.load(plan + b * 4), tl.load(plan + b * 4 + 1)
-        end, slow = tl.load(plan + b * 4 + 2), tl.load(plan + b * 4 + 3)
-        own = end - 1
+        end, own = tl.load(plan + b * 4 + 2), tl.load(plan + b * 4 + 2) - 1
+        slow, lo, hi = candidates(plan, b, sink, recent)
         compact_tiles = tl.cdiv(compact, BLOCK_N)
         tiles = tiles_of(plan, b, True, BLOCK_N)
         for g in range(tl.maximum(low - before, 0) // tiles, tl.minimum(tl.cdiv(high - before, tiles), G)):
@@ -466,6 +494,7 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
             if logits is not None:
                 its_logits = logits + offset(logit_strides, b, g, row[:, None])
                 wanted = (row < QUERIES * GROUP)[:, None] & (slow != 0)
+                top, held = tl.full([BLOCK_R], -1e30, tl.float32), tl.zeros([BLOCK_R], tl.float32)
             if first == 0:
                 own_key = tl.load(k + offset(k_strides, b, g) + d, mask=d < D, other=0)
                 own_value = tl.load(v + offset(v_strides, b, g) + d, mask=d < D, other=0)
@@ -481,6 +510,7 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                 if logits is not None:
                     seen = tl.where((w == 0)[:, None], best[:, None], float("-inf"))
                     tl.store(its_logits + own, seen, mask=wanted)
+                    top, held = absorb_candidates(seen, own, lo, hi, top, held)
             if compact_keys is not None:
                 at = offset(compact_strides, b, g)
                 for tile in range(first, tl.minimum(last, compact_tiles)):
@@ -497,16 +527,24 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                     n = tl.arange(0, BLOCK_N)[None, :]
                     seen = tl.where(n < (end - w)[:, None] - position, z, float("-inf"))
                     tl.store(its_logits + position + n, seen, mask=wanted & (n < own - position))
+                    top, held = absorb_candidates(seen, position + n, lo, tl.minimum(hi, own), top, held)
             slot = (piece + b * G + g) * GROUP + row
             tl.store(partial_lse + slot, best + tl.log(mass), mask=row < GROUP)
             tl.store(partial + slot[:, None] * D + d[None, :], mixed / mass[:, None], mask=current)
+            if logits is not None:
+                slot = (piece + b * G + g) * GROUP * QUERIES + row
+                tl.store(partial_candidates + slot, top + tl.log(held), mask=row < QUERIES * GROUP)
         before += G * tiles
 
 
 @jit
-def combine_kernel(partial, partial_lse, out, plan, B, G, pieces, GROUP: tl.constexpr, D: tl.constexpr,
-                   BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr):
-    """One program joins what the pieces found for one query head: their mean, weighted by exp(log-sum-exp)."""
+def combine_kernel(partial, partial_lse, partial_candidates, out, lse, plan, B, G, pieces, GROUP: tl.constexpr,
+                   QUERIES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr):
+    """One program joins what the pieces found for one query head: their mean, weighted by exp(log-sum-exp).
+
+    With `lse` also each of its QUERIES evidence rows' log-sum-exp over the candidates.
+    """
     b, head = tl.program_id(0), tl.program_id(1)
     g = head // GROUP
     total, before, pieces = share_out(plan, b, B, G, pieces, BLOCK_B, BLOCK_N)
@@ -515,18 +553,30 @@ def combine_kernel(partial, partial_lse, out, plan, B, G, pieces, GROUP: tl.cons
     low, high = ((first + 1) * pieces - 1) // total, ((first + tiles) * pieces - 1) // total    # pieces of the ends
     d = tl.arange(0, BLOCK_D)
     best, mass, mixed = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
+    w = tl.arange(0, BLOCK_W)
+    top, held = tl.full([BLOCK_W], -1e30, tl.float32), tl.zeros([BLOCK_W], tl.float32)
     for start in range(low, high + 1, BLOCK_P):
         piece = start + tl.arange(0, BLOCK_P)
         slot = (piece + b * G + g) * GROUP + head % GROUP
-        lse = tl.load(partial_lse + slot, mask=piece <= high, other=float("-inf"))
+        its_lse = tl.load(partial_lse + slot, mask=piece <= high, other=float("-inf"))
         part = tl.load(partial + slot[:, None] * D + d[None, :], other=0,
                        mask=(piece <= high)[:, None] & (d < D)[None, :])
-        higher = tl.maximum(best, tl.max(lse))
-        weight, fade = tl.exp(lse - higher), tl.exp(best - higher)
+        higher = tl.maximum(best, tl.max(its_lse))
+        weight, fade = tl.exp(its_lse - higher), tl.exp(best - higher)
         mass = mass * fade + tl.sum(weight)
         mixed = mixed * fade + tl.sum(part * weight[:, None], 0)
         best = higher
+        if lse is not None:
+            slot = ((piece + b * G + g)[:, None] * QUERIES + w[None, :]) * GROUP + head % GROUP
+            row = tl.load(partial_candidates + slot, mask=(piece <= high)[:, None] & (w < QUERIES)[None, :],
+                          other=float("-inf"))
+            higher = tl.maximum(top, tl.max(row, 0))
+            held = held * exp(top - higher) + tl.sum(exp(row - higher[None, :]), 0)
+            top = higher
     tl.store(out + (b * G * GROUP + head) * D + d, mixed / mass, mask=d < D)
+    if lse is not None:
+        row = ((b * G + g) * QUERIES + w) * GROUP + head % GROUP
+        tl.store(lse + row, top + tl.log(held), mask=(w < QUERIES) & (tl.load(plan + b * 4 + 3) != 0))
 
 
 def attend_tile(pairs, tokens, kind, rows, block_d, itemsize, device):
@@ -539,7 +589,7 @@ def attend_tile(pairs, tokens, kind, rows, block_d, itemsize, device):
     """
     processors, shared = card(device)
     large = kind == "dense" and pairs <= processors // 4
-    block_n, warps, stages = 128 if large else 64, 4 if rows <= 32 else 8, 3
+    block_n, warps, stages = 128 if large else 64, 4 if rows * block_d <= 4096 else 8, 3
     buffers = stages - 1 if rows < 64 else stages                           # of keys and of values, in shared memory
     while block_n > 16 and 2 * (buffers * block_n + rows) * block_d * itemsize > shared:
         block_n //= 2
@@ -557,28 +607,30 @@ def strides(x):
 
 
 def launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, queries,
-                  logits):
+                  logits, lse, sink, recent):
     """Run attend_kernel and combine_kernel with a tile of attend_tile."""
     (B, H, D), G = q.shape, k.shape[1]
     block_n, warps, stages, pieces = tile
     group, block_d = H // G, triton.next_power_of_2(max(D, 16))
-    partial = q.new_empty(pieces + B * G, group, D, dtype=torch.float32)
-    partial_lse = q.new_empty(pieces + B * G, group, dtype=torch.float32)
+    partial, partial_lse, partial_candidates = (
+        q.new_empty(pieces + B * G, *shape, dtype=torch.float32) for shape in ((group, D), (group,), (queries * group,)))
     out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
     block_b = triton.next_power_of_2(B)
     attend_kernel[(pieces,)](
         q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, logits,
-        partial, partial_lse, B, G, pieces, strides(q), strides(k), strides(v), strides(keys), strides(compact_keys),
+        partial, partial_lse, partial_candidates, sink, recent, B, G, pieces, strides(q), strides(k), strides(v), strides(keys), strides(compact_keys),
         strides(key_norms), strides(ring), strides(logits), group, queries, 0 if ring is None else ring.shape[1], D,
         max(16, triton.next_power_of_2(queries * group)), block_d, block_b, block_n,
         num_warps=warps, num_stages=stages)
-    combine_kernel[(B, H)](partial, partial_lse, out, plan, B, G, pieces, group, D, block_d, block_b, block_n, 16)
+    combine_kernel[(B, H)](partial, partial_lse, partial_candidates, out, lse, plan, B, G, pieces, group, queries, D,
+                           block_d, block_b, block_n, 16, triton.next_power_of_2(queries))
     return out
 
 
 def attend_triton(q, k, v, keys, values, compact_keys, compact_values, plan, scale,
-                  key_norms, ring=None, queries=1, logits=None):
-    """As attend_torch, in two launches. keys and values must have the same strides, and so must the compact buffers.
+                  key_norms, ring=None, queries=1, logits=None, lse=None, sink=0, recent=0):
+    """As attend_torch, in two launches. keys and values must have the same strides, and so must the compact buffers;
+    lse must be contiguous.
 
     A slow row's plan must be dense, (0, 0, N, 1). The step is taken for a fast one, which only decides how the work
     is cut, where there is a compact buffer and no logits are asked for.
@@ -590,7 +642,7 @@ def attend_triton(q, k, v, keys, values, compact_keys, compact_values, plan, sca
     tile = attend_tile(B * k.shape[1], keys.shape[2], kind, rows, triton.next_power_of_2(max(D, 16)),
                        q.element_size(), q.device)
     return launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring,
-                         queries, logits)
+                         queries, logits, lse, sink, recent)
 
 
 def rebuild(full, compact, lo, chosen):
@@ -599,11 +651,12 @@ def rebuild(full, compact, lo, chosen):
     compact[:, lo : lo + chosen.shape[-1]] = full.gather(1, chosen[..., None].expand(-1, -1, full.shape[-1]))
 
 
-def publish_torch(logits, key_norms, keys, values, plan, sink, recent, config,
+def publish_torch(logits, lse, key_norms, keys, values, plan, sink, recent, config,
                   positions, compact_keys, compact_values):
     """Select for every slow row of n layers and rebuild its compact buffer: sink first, then selected, ascending.
 
-    logits [n, B, G, R, C]; key_norms [n, B, G, C]; keys, values [n, B, G, C, D]; plan [B, 4], of which `end` and
+    logits [n, B, G, R, C]; lse [n, B, G, R], as attend_torch leaves it, which `select` finds anew; key_norms [n, B, G, C];
+    keys, values [n, B, G, C, D]; plan [B, 4], of which `end` and
     `slow` are read; config a SelectorConfig. Written, slow rows only: positions [n, B, G, K] int64 (the first
     min(K, candidates) count), compact_keys and compact_values [n, B, G, sink + K, D]. SPEC sections 2 and 5.
     """
@@ -618,20 +671,6 @@ def publish_torch(logits, key_norms, keys, values, plan, sink, recent, config,
             positions[layer, b, :, : chosen.shape[-1]] = chosen
             for full, compact in ((keys, compact_keys), (values, compact_values)):
                 rebuild(full[layer, b], compact[layer, b], lo, chosen)
-
-
-@jit
-def candidates(plan, b, sink, recent):
-    """(slow, lo, hi) of row b: its candidates are positions [lo, hi)."""
-    end = tl.load(plan + b * 4 + 2)
-    lo = tl.minimum(sink, end)
-    return tl.load(plan + b * 4 + 3), lo, tl.maximum(lo, end - recent)
-
-
-@jit
-def exp(x):
-    """tl.exp in two instructions instead of five: what it costs more are numbers below 1e-38, which become 0 here."""
-    return tl.exp2(x * LOG2_E)
 
 
 @jit
@@ -652,42 +691,13 @@ def place_kernel(plan, place, sink, recent, C, w_position, beta, power, eta, eps
 
 
 @jit
-def row_sums_kernel(logits, plan, sums, sink, recent, B, G, R, C, parts, strides, PART: tl.constexpr,
-                    LANES: tl.constexpr, WIDE: tl.constexpr):
-    """One program takes one evidence row over one part of PART positions: its largest logit and its sum of exp.
-
-    Each of LANES lanes keeps a running maximum and sum of its own, so that they meet only once, at the end. -1e30
-    stands for "nothing seen yet": unlike -inf it can be subtracted from itself. All up to C is loaded, because that
-    goes in wide loads; what is no candidate is dropped afterwards.
-    """
-    cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g, r)
-    r, g, b, layer = cell % R, cell // R % G, cell // R // G % B, cell // R // G // B
-    slow, lo, hi = candidates(plan, b, sink, recent)
-    if slow == 0:
-        return
-    row = logits + offset(strides, layer, b, g) + r * strides[3]
-    lane = tl.arange(0, LANES)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-    top, total = tl.full([LANES], -1e30, tl.float32), tl.zeros([LANES], tl.float32)
-    for start in range(part * PART, tl.minimum(part * PART + PART, hi), LANES * WIDE):
-        at = start + lane
-        z = tl.load(row + at, mask=at < C, other=0).to(tl.float32)
-        z = tl.where((lo <= at) & (at < hi), z, float("-inf"))
-        higher = tl.maximum(top, tl.max(z, 1))
-        total = total * exp(top - higher) + tl.sum(exp(z - higher[:, None]), 1)
-        top = higher
-    highest = tl.max(top)
-    tl.store(sums + (cell * parts + part) * 2, highest)
-    tl.store(sums + (cell * parts + part) * 2 + 1, tl.sum(total * exp(top - highest)))
-
-
-@jit
-def evidence_kernel(logits, key_norms, place, plan, row_sums, log_f, log_r, sums, sink, recent, B, G, R, C, row_parts,
-                    parts, strides, norm_strides, lean, eps, ALPHA: tl.constexpr, BLOCK_R: tl.constexpr,
-                    BLOCK_P: tl.constexpr, PART: tl.constexpr):
+def evidence_kernel(logits, lse, key_norms, place, plan, log_f, log_r, sums, sink, recent, B, G, R, C, parts, strides,
+                    norm_strides, lean, eps, ALPHA: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr):
     """One program joins the R rows of one KV head over one part, and finds its prior: log f and log r, not normalised.
 
-    The rows come BLOCK_R at a time, laid out so that a thread holds all of a position's and joins them by itself.
-    Besides, for the closed form of lambda, sums over the part of f, f f, r, r r and f r, each relative to the largest
+    The rows come BLOCK_R at a time, laid out so that a thread holds all of a position's and joins them by itself. All up
+    to C is loaded, because that goes in wide loads; what is no candidate is dropped afterwards. -1e30 stands for "nothing
+    seen yet": unlike -inf it can be subtracted from itself. Besides, for the closed form of lambda, sums over the part of f, f f, r, r r and f r, each relative to the largest
     f and r of the part. `sums` [cells, parts, 8]: max f, f, f f, max r, r, r r, f r, the number of rows that see.
     """
     cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g)
@@ -701,19 +711,16 @@ def evidence_kernel(logits, key_norms, place, plan, row_sums, log_f, log_r, sums
     rows = 0
     peak, total = tl.full([PART], -1e30, tl.float32), tl.zeros([PART], tl.float32)
     for first in range(0, R, BLOCK_R):
-        r, p = first + tl.arange(0, BLOCK_R)[:, None], tl.arange(0, BLOCK_P)[None, :]
+        r = first + tl.arange(0, BLOCK_R)[:, None]
         z = tl.load(logits + r * strides[3] + at[None, :], mask=(r < R) & (at < C)[None, :], other=0)
-        of, made = row_sums + ((cell * R + r) * row_parts + p) * 2, (r < R) & (p < row_parts)
-        tops = tl.load(of, mask=made, other=-1e30)
-        top = tl.max(tops, 1)
-        mass = tl.sum(tl.load(of + 1, mask=made, other=0) * exp(tops - top[:, None]), 1)
-        sees = mass > 0                                                     # a row that sees no candidate is left out
+        its_lse = tl.load(lse + cell * R + r, mask=r < R, other=float("-inf"))
+        sees = its_lse > float("-inf")                                      # a row that sees no candidate is left out
         rows += tl.sum(sees.to(tl.int32))
-        lse = tl.where(sees, top + tl.log(tl.where(sees, mass, 1)), float("inf"))[:, None]
+        its_lse = tl.where(sees, its_lse, float("inf"))
         if ALPHA == 0:
-            total += tl.sum(tl.where(sees[:, None], z.to(tl.float32) - lse, 0), 0)
+            total += tl.sum(tl.where(sees, z.to(tl.float32) - its_lse, 0), 0)
         else:                                                               # in base 2: a multiply and an add per logit
-            log_p = z.to(tl.float32) * (ALPHA * LOG2_E) - lse * (ALPHA * LOG2_E)
+            log_p = z.to(tl.float32) * (ALPHA * LOG2_E) - its_lse * (ALPHA * LOG2_E)
             higher = tl.maximum(peak, tl.max(log_p, 0))
             total = total * tl.exp2(peak - higher) + tl.sum(tl.exp2(log_p - higher[None, :]), 0)
             peak = higher
@@ -1047,24 +1054,21 @@ class Scores(NamedTuple):
     extent: torch.Tensor
 
 
-def scores_triton(logits, key_norms, plan, sink, recent, config):
+def scores_triton(logits, lse, key_norms, plan, sink, recent, config):
     """Every stage of select for the slow rows of n layers, over all positions -> Scores."""
     n, B, G, R, C = logits.shape
-    row_part, part = 32768, 1024
-    row_parts, parts = triton.cdiv(C, row_part), triton.cdiv(C, part)
-    place, row_sums, sums, lam, mix = (
-        torch.empty(shape, dtype=torch.float32, device=logits.device)
-        for shape in ((B, C), (n, B, G, R, row_parts, 2), (n, B, G, parts, 8), (n, B, G), (n, B, G, 3)))
+    part = 1024
+    parts = triton.cdiv(C, part)
+    place, sums, lam, mix = (torch.empty(shape, dtype=torch.float32, device=logits.device)
+                             for shape in ((B, C), (n, B, G, parts, 8), (n, B, G), (n, B, G, 3)))
     log_f, log_s, scores = (torch.empty(n, B, G, C, dtype=torch.float32, device=logits.device) for _ in range(3))
     place_kernel[(B, parts)](
         plan, place, sink, recent, C, float(config.weight_position), -math.log(config.theta) / config.p,
         float(config.position_power), float(config.position_eta), config.eps, part)
-    row_sums_kernel[(n * B * G * R, row_parts)](logits, plan, row_sums, sink, recent, B, G, R, C, row_parts,
-                                                logits.stride(), row_part, 512, 8, num_warps=8)
     evidence_kernel[(n * B * G, parts)](
-        logits, key_norms, place, plan, row_sums, log_f, log_s, sums, sink, recent, B, G, R, C, row_parts, parts,
+        logits, lse.contiguous(), key_norms, place, plan, log_f, log_s, sums, sink, recent, B, G, R, C, parts,
         logits.stride(), key_norms.stride(), float(config.weight_norm * config.gamma), config.eps, config.alpha,
-        min(4, triton.next_power_of_2(R)), triton.next_power_of_2(row_parts), part)
+        min(4, triton.next_power_of_2(R)), part)
     mix_kernel[(n * B * G,)](plan, sums, lam, mix, sink, recent, B, G, parts, config.lambda_cap_single,
                              config.lambda_cap_multi, triton.next_power_of_2(parts))
     fuse_kernel[(n * B * G, parts)](plan, mix, log_f, log_s, sink, recent, B, G, C, part)
@@ -1110,7 +1114,7 @@ def top_triton(scores, extent, plan, sink, recent, positions):
                                   positions.stride(), triton.next_power_of_2(parts), part, num_warps=8)
 
 
-def publish_triton(logits, key_norms, keys, values, plan, sink, recent, config,
+def publish_triton(logits, lse, key_norms, keys, values, plan, sink, recent, config,
                    positions, compact_keys, compact_values):
     """As publish_torch, without a look at the plan from the host: it can be captured in a graph.
 
@@ -1119,7 +1123,7 @@ def publish_triton(logits, key_norms, keys, values, plan, sink, recent, config,
     """
     n, B, G = logits.shape[:3]
     K, D, slots = positions.shape[-1], keys.shape[-1], compact_keys.shape[-2]
-    scores = scores_triton(logits, key_norms, plan, sink, recent, config)
+    scores = scores_triton(logits, lse, key_norms, plan, sink, recent, config)
     top_triton(scores.log_spread, scores.extent, plan, sink, recent, positions)
     gather_kernel[(n * B * G, triton.cdiv(slots, 32))](
         positions, keys, values, plan, compact_keys, compact_values, sink, recent, B, G, K,

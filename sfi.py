@@ -18,7 +18,7 @@ import torch
 
 from model import causal_attention
 from kernels import evidence_logits
-from selector import SelectorConfig, check_knobs
+from selector import SelectorConfig, at_least_fp32, check_knobs
 
 POLICIES = ("sentence", "interval", "never", "always")
 
@@ -222,6 +222,7 @@ class SlowFastMemory:
         # Two groups' logits: one is selected from while the next is written.
         self.logits = full.key_norms.new_empty(2, self.group, batch, heads, self.rows, capacity,
                                                dtype=self.logit_dtype())
+        self.lse = full.key_norms.new_empty(self.logits.shape[:-1])
         self.ring = full.ring.clone()
         self.edges, self.firsts, self.counts = [0] * batch, [0] * batch, [0] * batch
 
@@ -248,27 +249,28 @@ class SlowFastMemory:
 
     def attend(self, layer, q, k, v, step):
         """As FullMemory.attend, for decode steps; in a slow step the logits go to the Selector."""
-        full, logits = self.full, None
+        full, config, evidence = self.full, self.config, ()
         if step.slow and self.selects:
             turn, place = layer // self.group % 2, layer % self.group
             if place == 0 and turn in self.done:
                 torch.cuda.current_stream().wait_event(self.done[turn])     # its logits are still being read
-            logits = self.logits[turn, place]
+            evidence = self.logits[turn, place], self.lse[turn, place], config.sink, config.recent
         out = full.ops.attend(
             q[:, 0], k[:, 0], v[:, 0], full.keys[layer], full.values[layer], self.compact_keys[layer],
             self.compact_values[layer], step.plan, full.scale, full.key_norms[layer],
-            self.ring[layer] if self.config.evidence_queries > 1 else None, self.config.evidence_queries, logits)
-        if logits is not None and (place == self.group - 1 or layer == full.keys.shape[0] - 1):
+            self.ring[layer] if config.evidence_queries > 1 else None, config.evidence_queries, *evidence)
+        if evidence and (place == self.group - 1 or layer == full.keys.shape[0] - 1):
             self.publish(layer - place, layer + 1, turn, step.plan)
         return out[:, None]
 
     def publish(self, first, last, turn, plan):
         """Select for layers [first, last) and rebuild their compact buffers, on the side stream if there is one."""
+        evidence = self.logits[turn, : last - first], self.lse[turn, : last - first]
         if self.stream is None:
-            return self.select(slice(first, last), slice(None), self.logits[turn, : last - first], plan)
+            return self.select(slice(first, last), slice(None), *evidence, plan)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self.select(slice(first, last), slice(None), self.logits[turn, : last - first], plan)
+            self.select(slice(first, last), slice(None), *evidence, plan)
             self.done[turn] = self.stream.record_event()
 
     def join(self):
@@ -277,10 +279,10 @@ class SlowFastMemory:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.done = {}
 
-    def select(self, layers, rows, logits, plan):
+    def select(self, layers, rows, logits, lse, plan):
         full, config = self.full, self.config
         full.ops.publish(
-            logits, full.key_norms[layers, rows], full.keys[layers, rows], full.values[layers, rows], plan,
+            logits, lse, full.key_norms[layers, rows], full.keys[layers, rows], full.values[layers, rows], plan,
             config.sink, config.recent, config.selector, self.positions[layers, rows],
             self.compact_keys[layers, rows], self.compact_values[layers, rows])
 
@@ -288,13 +290,14 @@ class SlowFastMemory:
         """Bootstrap: the last prompt queries give the first evidence, sequence by sequence."""
         self.ring.copy_(self.full.ring)
         for b, n in enumerate(self.lengths):
+            self.finish_row(b, n)
             own = n - 1 - torch.arange(min(self.config.bootstrap_queries, n), device=self.ring.device)
             plan = torch.tensor([(0, 0, n, 1)], dtype=torch.int32, device=self.ring.device)
             for layer in range(self.ring.shape[0]) if self.selects else ():
                 window = self.ring[layer, b, own % self.ring.shape[2]]      # [W, H, D], newest first
                 z = evidence_logits(window, self.full.keys[layer, b, :, :n], self.full.scale)
-                self.select(slice(layer, layer + 1), slice(b, b + 1), z[None, None], plan)
-            self.finish_row(b, n)
+                lse = at_least_fp32(z[..., self.firsts[b] : self.edges[b]]).logsumexp(-1)
+                self.select(slice(layer, layer + 1), slice(b, b + 1), z[None, None], lse[None, None], plan)
 
     def plan(self, slow):
         return [(0, 0, n, 1) if slow[b] else (self.firsts[b] + self.counts[b], self.edges[b], n, 0)

@@ -197,9 +197,9 @@ def test_the_compact_buffer_holds_what_the_positions_say(tiny):
 def test_every_layer_s_selection_comes_from_the_same_slow_step(tiny):
     seen = []
 
-    def publish(logits, norms, keys, values, plan, *rest):
+    def publish(logits, lse, norms, keys, values, plan, *rest):
         seen.append(plan[0, 2].item())
-        kernels.publish_torch(logits, norms, keys, values, plan, *rest)
+        kernels.publish_torch(logits, lse, norms, keys, values, plan, *rest)
 
     tiny.ops = replace(kernels.TORCH, publish=publish)
     try:
@@ -214,13 +214,13 @@ def test_the_evidence_window_is_the_last_queries_each_over_its_own_past(tiny):
     recorded, queries = [], {}
 
     def attend(q, k, v, keys, *rest):
-        plan, logits = rest[3], rest[-1]
+        plan, evidence = rest[3], rest[8:]
         out = kernels.attend_torch(q, k, v, keys, *rest)
         if keys.data_ptr() == memory.full.keys[1].data_ptr():               # layer 1
             end = plan[0, 2].item()
             queries[end - 1] = q[0].clone()
-            if logits is not None:
-                recorded.append((end, logits[0, :, :, :end].clone(), keys[0, :, :end].clone()))
+            if evidence:
+                recorded.append((end, evidence[0][0, :, :, :end].clone(), keys[0, :, :end].clone()))
         return out
 
     prompt = ids(20)

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 import kernels
 import selector
 from model import find_folder, weight_files
-from selector import SelectorConfig
+from selector import SelectorConfig, at_least_fp32
 from sfi import Chunk, Generation, Sampling, SFIConfig, SlowFastMemory, Stepper, decode, read_prompts, sentence_tokens
 
 VERSION = "1"
@@ -85,8 +85,8 @@ class WatchedMemory(SlowFastMemory):
         """Where the candidates of a slow step over n tokens end. SPEC section 2."""
         return max(min(self.config.sink, n), n - self.config.recent)
 
-    def select(self, layers, rows, logits, plan):
-        super().select(layers, rows, logits, plan)
+    def select(self, layers, rows, logits, lse, plan):
+        super().select(layers, rows, logits, lse, plan)
         for i, b in enumerate(range(self.batch)[rows]):
             _, _, n, slow = plan[i].tolist()
             if slow and self.edge(b, n) > self.config.sink:     # there are candidates
@@ -131,8 +131,9 @@ class KernelMemory(WatchedMemory):
         c, lo, hi = self.config.selector, min(self.config.sink, n), self.edge(b, n)
         norms = self.full.key_norms[layer, b, :, :n]
         plan = torch.tensor([(0, 0, n, 1)], dtype=torch.int32, device=logits.device)
+        lse = at_least_fp32(logits[..., lo:hi]).logsumexp(-1)
         log_f, lam, *scores = (x[0, 0] for x in kernels.scores_triton(
-            logits[None, None], norms[None, None], plan, self.config.sink, self.config.recent, c)[:5])
+            logits[None, None], lse[None, None], norms[None, None], plan, self.config.sink, self.config.recent, c)[:5])
         values = [logits, norms, log_f[:, lo:hi].log_softmax(-1), lam, *(x[:, lo:hi] for x in scores),
                   self.positions[layer, b, :, : hi - lo]]
         names = *INPUTS, "log_evidence", "lam", "log_fused", "log_exclusive", "log_spread", "positions"

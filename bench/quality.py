@@ -61,13 +61,13 @@ class Scored(SlowFastMemory):
         """[n, B, G, 1, N] for evidence logits [n, B, G, R, N]."""
         raise NotImplementedError
 
-    def select(self, layers, rows, logits, plan):
+    def select(self, layers, rows, logits, lse, plan):
         self.put(layers, rows, self.scores(logits[..., : plan[0, 2].item()]), plan)
 
     def put(self, layers, rows, scores, plan):
         full, config = self.full, self.config
-        publish_torch(scores, full.key_norms[layers, rows], full.keys[layers, rows], full.values[layers, rows], plan,
-                      config.sink, config.recent, SelectorConfig(**NEUTRAL), self.positions[layers, rows],
+        publish_torch(scores, None, full.key_norms[layers, rows], full.keys[layers, rows], full.values[layers, rows],
+                      plan, config.sink, config.recent, SelectorConfig(**NEUTRAL), self.positions[layers, rows],
                       self.compact_keys[layers, rows], self.compact_values[layers, rows])
 
 
@@ -95,7 +95,7 @@ class Exact(Scored):
             full, logits, (_, _, end, _) = self.full, self.logits[0], step.plan[0].tolist()
             dense = step.plan.new_tensor([(0, 0, end, 1)])
             full.ops.attend(q[:, 0], k[:, 0], v[:, 0], full.keys[layer], full.values[layer], None, None, dense,
-                            full.scale, full.key_norms[layer], None, 1, logits[0])
+                            full.scale, full.key_norms[layer], None, 1, logits[0], self.lse[0, 0])
             dense[0, 2] = self.edges[0] + self.config.recent
             self.put(slice(layer, layer + 1), slice(None), self.scores(logits[..., :end]), dense)
         return super().attend(layer, q, k, v, step)
@@ -604,7 +604,7 @@ class Spy(SlowFastMemory):
     def plan(self, slow):
         return [(0, 0, n, int(s)) for n, s in zip(self.lengths, slow)]
 
-    def select(self, layers, rows, logits, plan):
+    def select(self, layers, rows, logits, lse, plan):
         end, config = plan[0, 2].item(), self.config
         lo = min(config.sink, end)
         hi = max(lo, end - config.recent)

@@ -65,12 +65,12 @@ def step(dtype, heads, kv_heads, dim, hidden, mlp, queries=1, rows=1):
     keys, values = empty(1, rows, kv_heads, C, dim), empty(1, rows, kv_heads, C, dim)
     compact = empty(1, rows, kv_heads, 4 + K, dim), empty(1, rows, kv_heads, 4 + K, dim)
     plan, norms = empty(rows, 4, dtype=torch.int32), empty(1, rows, kv_heads, C, dtype=torch.float32)
-    logits = empty(1, rows, kv_heads, R, C)
+    logits, lse = empty(1, rows, kv_heads, R, C), empty(1, rows, kv_heads, R, dtype=torch.float32)
     packed, ring = [x[0] for x in compact], empty(rows, 16, heads, dim) if queries > 1 else None
-    for their_compact, their_logits in (((None, None), None), (packed, None), (packed, logits[0])):
-        ops.attend(q, k, v, keys[0], values[0], *their_compact, plan, 1.0, norms[0], ring, queries, their_logits)
+    for their_compact, evidence in (((None, None), ()), (packed, ()), (packed, (logits[0], lse[0], 4, 256))):
+        ops.attend(q, k, v, keys[0], values[0], *their_compact, plan, 1.0, norms[0], ring, queries, *evidence)
     config = SelectorConfig(spread=8, alpha=2.0) if queries > 1 else SelectorConfig()
-    ops.publish(logits, norms, keys, values, plan, 4, 256, config, empty(1, rows, kv_heads, K, dtype=torch.int64),
+    ops.publish(logits, lse, norms, keys, values, plan, 4, 256, config, empty(1, rows, kv_heads, K, dtype=torch.int64),
                 *compact)
 
 

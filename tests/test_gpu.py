@@ -113,12 +113,12 @@ def error(x, exact):
 def test_triton_selects_decides_and_writes_like_torch_in_fp32(config):
     scores = []                                             # of every layer in every slow step, in order
 
-    def publish(logits, norms, keys, values, plan, sink, recent, selector, positions, *compact):
+    def publish(logits, lse, norms, keys, values, plan, sink, recent, selector, positions, *compact):
         end = plan[0, 2].item()
         scores.extend(select(z[..., :end], norm[..., :end], sink, end - recent, positions.shape[-1],
                              selector).log_spread
                       for z, norm in zip(logits[:, 0], norms[:, 0]))
-        kernels.publish_torch(logits, norms, keys, values, plan, sink, recent, selector, positions, *compact)
+        kernels.publish_torch(logits, lse, norms, keys, values, plan, sink, recent, selector, positions, *compact)
 
     model = build(torch.float32, replace(kernels.TORCH, publish=publish))
     expected = trace(model, *read(model, [text(model, 2000)], 200), config, 200, capture=False)

@@ -116,7 +116,8 @@ def attend_case(device, dtype, plan, group=2, kv_heads=2, dim=16, capacity=96, s
             held[b, (end - 1 - w) % ring] = torch.randn(group * kv_heads, dim, **shape)
     return [q, k, v, keys, values, *compact, torch.tensor(plan, dtype=torch.int32, device=device), dim ** -0.5,
             torch.full((B, kv_heads, capacity), NAN, device=device), held, queries,
-            logits and torch.full((B, kv_heads, queries * group, capacity), 7.0, device=device, dtype=logits)]
+            logits and torch.full((B, kv_heads, queries * group, capacity), 7.0, device=device, dtype=logits),
+            logits and torch.full((B, kv_heads, queries * group), 7.0, device=device), 4, 12]
 
 
 def check_attend(args, dtype):
@@ -131,6 +132,7 @@ def check_attend(args, dtype):
                 assert same.all()
         if logits is not None:
             close(logits[b], want_args[12][b], max(ERROR[dtype], ERROR[logits.dtype]))
+            torch.testing.assert_close(args[13][b].double(), want_args[13][b], rtol=2e-6, atol=2e-5)
     return got
 
 
@@ -182,6 +184,20 @@ def test_an_older_query_leaves_logits_over_its_own_past_only(device, end):
         assert (rows[w * 3 : (w + 1) * 3, max(end - w, 0) : end] == NEVER).all()
 
 
+@pytest.mark.parametrize("end, sink, recent", [(1, 0, 0), (40, 0, 0), (40, 39, 0), (40, 4, 36), (40, 17, 5), (9, 20, 3)])
+def test_the_candidates_sum_leaves_out_sink_and_recent(device, end, sink, recent):
+    """Even where a logit outside is so large that next to it all candidates would be nothing."""
+    args = attend_case(device, torch.float32, [(0, 0, end, 1)], ring=3, queries=3, logits=torch.float32)
+    args[14:] = sink, recent
+    check_attend(args, torch.float32)
+    z, lse = args[12][0, ..., min(sink, end) : max(end - recent, min(sink, end))], args[13][0]
+    assert (lse.isfinite() == (z > NEVER).any(-1)).all()
+    if 0 < sink < end:
+        args[0] *= 1e3 / args[12][0, 0, 0, 0]                               # 1000 in the sink
+        check_attend(args, torch.float32)
+        assert torch.equal(args[13][0].isfinite(), lse.isfinite())
+
+
 def test_logits_are_rounded_once_to_the_buffers_dtype(device):
     check_attend(attend_case(device, torch.float16, [(0, 0, 50, 1)], logits=torch.float16), torch.float16)
 
@@ -198,6 +214,12 @@ def test_huge_logits_do_not_overflow(device):
     args = attend_case(device, torch.float32, [(12, 40, 60, 0)])
     args[0] *= 1e4
     check_attend(args, torch.float32)
+
+
+def candidates_lse(logits, plan, sink, recent):
+    """What attend would have left beside logits [n, B, G, R, C] -> [n, B, G, R]."""
+    return torch.stack([logits[:, b, ..., min(sink, end) : max(end - recent, min(sink, end))].logsumexp(-1)
+                        for b, (_, _, end, _) in enumerate(plan)], dim=1)
 
 
 def publish_case(device, plan, layers=1, kv_heads=2, rows=2, capacity=160, dim=16, sink=4, selected=24, blind=False):
@@ -217,7 +239,7 @@ def publish_case(device, plan, layers=1, kv_heads=2, rows=2, capacity=160, dim=1
                     logits[:, b, :, r, max(end - end * r // (rows - 1), 0) : end] = NEVER
     positions = torch.full((layers, B, kv_heads, selected), -1, device=device)
     compact = [torch.full((layers, B, kv_heads, sink + selected, dim), 7.0, device=device) for _ in range(2)]
-    return [logits, norms, keys, values, torch.tensor(plan, dtype=torch.int32, device=device), sink, 32,
+    return [logits, candidates_lse(logits, plan, sink, 32), norms, keys, values, torch.tensor(plan, dtype=torch.int32, device=device), sink, 32,
             None, positions, *compact]
 
 
@@ -230,11 +252,11 @@ SHORT = [(0, 0, n, 1) for n in (1, 3, 4, 36, 37, 45, 160)]                  # fr
     ([(0, 0, 150, 1)], 1, dict(alpha=2.0, spread=3, nms_window=20))])
 def test_publish_selects_and_copies_what_torch_does(device, plan, layers, knobs):
     got = publish_case(device, plan, layers)
-    got[7] = SelectorConfig(**knobs)
+    got[8] = SelectorConfig(**knobs)
     want = [x.clone() if isinstance(x, torch.Tensor) else x for x in got]
     TRITON.publish(*got)
     TORCH.publish(*want)
-    for a, b in zip(got[8:], want[8:]):
+    for a, b in zip(got[9:], want[9:]):
         assert torch.equal(a, b)
 
 
@@ -248,11 +270,12 @@ LONG = dict(lambda_cap_multi=1.0)                                          # lam
 def test_every_stage_of_the_selector_is_torchs(device, kv_heads, rows, blind, knobs):
     """Also where the candidates fill several parts, each summed by a program of its own, and blocks of a part."""
     plan = [(0, 0, 4600, 1)] if knobs is LONG else [(0, 0, 150, 1), (0, 0, 38, 1)]
-    logits, norms, _, _, on_device, sink, recent, *_ = publish_case(device, plan, 1, kv_heads, rows,
+    logits, _, norms, _, _, on_device, sink, recent, *_ = publish_case(device, plan, 1, kv_heads, rows,
                                                                     capacity=plan[0][2] + 10, blind=blind)
     logits *= 0.1 if knobs is LONG else 1                                   # f near r
     config = SelectorConfig(**knobs)
-    log_f, lam, log_s, exclusive, spread, extent = scores_triton(logits, norms, on_device, sink, recent, config)
+    lse = candidates_lse(logits, plan, sink, recent)
+    log_f, lam, log_s, exclusive, spread, extent = scores_triton(logits, lse, norms, on_device, sink, recent, config)
     for b, (_, _, end, _) in enumerate(plan):
         lo, hi = sink, end - recent
         assert torch.equal(extent[0, b, ..., 0].amin(-1), spread[0, b, :, lo:hi].amin(-1))
@@ -268,8 +291,8 @@ def test_every_stage_of_the_selector_is_torchs(device, kv_heads, rows, blind, kn
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_best_are_found_among_ties_and_across_parts(device, dtype):
-    """Against a stable sort; equal scores go to the first positions. 9000 scores are three parts of a head."""
-    plan, sink, recent, C = [(0, 0, 9000, 1), (0, 0, 300, 0), (0, 0, 5000, 1), (0, 0, 300, 1), (0, 0, 40, 1)], 3, 50, 9000
+    """Against a stable sort; equal scores go to the first positions. 5000 scores are two parts of a head."""
+    plan, sink, recent, C = [(0, 0, 5000, 1), (0, 0, 300, 0), (0, 0, 300, 1), (0, 0, 40, 1)], 3, 50, 5000
     scores = torch.randn(1, len(plan), 5, C, dtype=dtype)
     scores[:, :, 1] = (scores[:, :, 1] * 2).round() - 0.25                  # a dozen values
     scores[:, :, 2] = -3e38                                                 # one value
@@ -282,7 +305,7 @@ def test_the_best_are_found_among_ties_and_across_parts(device, dtype):
             extent[0, b, :, block] = torch.stack([part.amin(-1), part.amax(-1)], -1) if part.shape[-1] else (
                 torch.tensor([-NEVER, NEVER]))
     on_device = torch.tensor(plan, dtype=torch.int32, device=device)
-    for K in (0, 1, 700, 4096):
+    for K in (0, 700, 4096):
         positions = torch.full((1, len(plan), 5, K), -1, device=device)
         top_triton(scores.to(device), extent.to(device), on_device, sink, recent, positions)
         for b, (_, _, end, slow) in enumerate(plan):
@@ -295,26 +318,26 @@ def test_the_best_are_found_among_ties_and_across_parts(device, dtype):
 def test_logits_may_end_before_the_cache_does(device):
     """The bootstrap's logits hold the prompt's N positions, the cache C."""
     got = publish_case(device, [(0, 0, 101, 1)], rows=3, blind=True)
-    got[0], got[7] = got[0][..., :101].contiguous(), SelectorConfig()
+    got[0], got[8] = got[0][..., :101].contiguous(), SelectorConfig()
     want = [x.clone() if isinstance(x, torch.Tensor) else x for x in got]
     TRITON.publish(*got)
     TORCH.publish(*want)
-    for a, b in zip(got[8:], want[8:]):
+    for a, b in zip(got[9:], want[9:]):
         assert torch.equal(a, b)
 
 
 def test_a_candidate_that_no_row_sees_is_selected_before_what_is_no_candidate(device):
     args = publish_case(device, [(0, 0, 100, 1)], rows=3, blind=True, selected=70)      # row 1 sees only [0, 50)
-    args[7] = SelectorConfig(alpha=0, lambda_cap_multi=0.0)                 # -inf where one row is
+    args[8] = SelectorConfig(alpha=0, lambda_cap_multi=0.0)                 # -inf where one row is
     TRITON.publish(*args)
-    assert (args[8][..., :64] == torch.arange(4, 68, device=device)).all()
+    assert (args[9][..., :64] == torch.arange(4, 68, device=device)).all()
 
 
 def test_rows_that_are_fast_keep_their_selection(device):
     args = publish_case(device, [(20, 100, 140, 0), (0, 0, 150, 1)])
-    args[7] = SelectorConfig()
+    args[8] = SelectorConfig()
     TRITON.publish(*args)
-    for before, after in zip((-1, 7, 7), args[8:]):
+    for before, after in zip((-1, 7, 7), args[9:]):
         assert (after[:, 0] == before).all() and (after[:, 1] != before).any()
 
 

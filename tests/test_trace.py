@@ -264,11 +264,11 @@ def threshold(scores, lo, count):
     return torch.stack([row.nonzero()[:count, 0] for row in scores >= lowest]) + lo
 
 
-def stale(logits, key_norms, keys, values, plan, sink, recent, config, positions, *compact):
+def stale(logits, lse, key_norms, keys, values, plan, sink, recent, config, positions, *compact):
     """Positions are published, but after step 0 (of a prompt of 40 tokens) not into the compact buffer."""
     if plan[0, 2] > 40:
         compact = [buffer.clone() for buffer in compact]
-    kernels.publish_torch(logits, key_norms, keys, values, plan, sink, recent, config, positions, *compact)
+    kernels.publish_torch(logits, lse, key_norms, keys, values, plan, sink, recent, config, positions, *compact)
 
 
 class Hasty(sfi.Trigger):
