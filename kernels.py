@@ -39,6 +39,7 @@ if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
     import triton
     import triton.language as tl
     from triton import jit
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
     LOG2_E = tl.constexpr(math.log2(math.e))
 else:
     triton = None
@@ -61,6 +62,25 @@ def card(device):
     return gpu.multi_processor_count, gpu.shared_memory_per_block_optin
 
 
+@functools.cache
+def early(device):
+    """Launch options of a kernel that begins with `take_turn`: on the cards that can, it may start early."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return dict(EARLY=able, launch_pdl=able)
+
+
+@jit
+def take_turn(EARLY: tl.constexpr):
+    """Programmatic dependent launch: a program may be placed on the card while the kernel before it still drains.
+
+    So it first waits until that kernel has finished and all it wrote can be seen, and only then lets the next kernel's
+    programs be placed. That hides the launch of a step's many small kernels.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 @jit
 def offset(strides, i, j, k=None):
     """Where element (i, j) or (i, j, k) of a tensor's leading dimensions begins. A whole cache goes beyond 2^31."""
@@ -79,8 +99,9 @@ def rms_norm_torch(x, weight, eps):
 
 
 @jit
-def rms_norm_kernel(x, weight, out, eps, stride, I: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(x, weight, out, eps, stride, I: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One program normalises one row: it reads the row once, keeps it in registers and writes it once."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < I
@@ -96,7 +117,7 @@ def rms_norm_triton(x, weight, eps):
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     block = triton.next_power_of_2(rows.shape[1])
     rms_norm_kernel[(len(rows),)](rows, weight, out, eps, rows.stride(0), rows.shape[1], block,
-                                  num_warps=4 if block <= 4096 else 8)
+                                  num_warps=4 if block <= 4096 else 8, **early(x.device))
     return out.view(x.shape)
 
 
@@ -119,7 +140,8 @@ def finish_linear(y, residual, out, m, o, M, O):
 
 @jit
 def reduce_linear_kernel(x, weight, norm, residual, out, eps, x_stride, M, O, I: tl.constexpr, GATED: tl.constexpr,
-                         ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr):
+                         ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr,
+                         EARLY: tl.constexpr):
     """A linear layer for one to four rows: plain multiply and add, since reading the weight is all that costs.
 
     One program makes BLOCK_O outputs of every row. It walks along I in tiles of BLOCK_I: multiplies a tile of the
@@ -127,6 +149,7 @@ def reduce_linear_kernel(x, weight, norm, residual, out, eps, x_stride, M, O, I:
     The norm's factor is the same for a whole row, so it is found on the way and multiplied in last; the normed row is
     never rounded. With GATED the weight holds gate and up, [2 O, I], and the result is silu(gate) * up.
     """
+    take_turn(EARLY)
     m = tl.arange(0, ROWS)[:, None, None]
     o = tl.arange(0, BLOCK_O)[None, :, None]
     i = tl.arange(0, BLOCK_I)[None, None, :]
@@ -156,8 +179,9 @@ def reduce_linear_kernel(x, weight, norm, residual, out, eps, x_stride, M, O, I:
 
 @jit
 def dot_linear_kernel(x, weight, residual, out, x_stride, M, O, I: tl.constexpr, GATED: tl.constexpr,
-                      ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
+                      ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EARLY: tl.constexpr):
     """A linear layer for few rows on the matrix units: as reduce_linear_kernel, with the rows padded to ROWS = 16."""
+    take_turn(EARLY)
     m, o, i = tl.arange(0, ROWS), tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     first = tl.program_id(0) * BLOCK_O
     weight += first.to(tl.int64) * I
@@ -208,10 +232,11 @@ def launch_linear(tile, x, weight, norm, eps, residual, gated):
     grid = (triton.cdiv(O, block_o),)
     if kind == "reduce":
         reduce_linear_kernel[grid](x, weight, norm, residual, out, eps, x.stride(0), M, O, I, gated,
-                                   triton.next_power_of_2(M), block_o, block_i, stages, num_warps=warps)
+                                   triton.next_power_of_2(M), block_o, block_i, stages, num_warps=warps,
+                                   **early(x.device))
     else:
         dot_linear_kernel[grid](x, weight, residual, out, x.stride(0), M, O, I, gated,
-                                16, block_o, block_i, num_warps=warps, num_stages=stages)
+                                16, block_o, block_i, num_warps=warps, num_stages=stages, **early(x.device))
     return out
 
 
@@ -237,8 +262,9 @@ def swiglu_torch(x, gate_up, norm, eps):
 
 
 @jit
-def silu_mul_kernel(gate_up, out, O, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, O, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One program makes BLOCK outputs of one row from its gate and its up half, each read once."""
+    take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_up + row * 2 * O + column, mask=column < O, other=0).to(tl.float32)
@@ -256,7 +282,7 @@ def swiglu_triton(x, gate_up, norm, eps):
         return launch_linear(tile, x, gate_up, norm, eps, None, True)
     both = F.linear(x, gate_up)                                             # [M, 2 O]
     out = x.new_empty(len(x), O)
-    silu_mul_kernel[(len(x), triton.cdiv(O, 1024))](both, out, O, 1024)
+    silu_mul_kernel[(len(x), triton.cdiv(O, 1024))](both, out, O, 1024, **early(x.device))
     return out
 
 
@@ -282,12 +308,14 @@ def qk_norm_rope_torch(qkv, kv_heads, q_norm, k_norm, cos, sin, positions, eps):
 
 @jit
 def qk_norm_rope_kernel(qkv, out, q_norm, k_norm, cos, sin, positions, eps, stride, heads, q_heads,
-                        HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr):
+                        HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+                        EARLY: tl.constexpr):
     """One program norms and rotates BLOCK_HEADS neighbouring heads of one row, q's heads before k's.
 
     A head is held as its two halves, [BLOCK_HEADS, D/2] each, because RoPE pairs element i with element i + D/2.
     Every product is rounded to the tensor's dtype where torch rounds it.
     """
+    take_turn(EARLY)
     dtype = qkv.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
@@ -318,7 +346,7 @@ def qk_norm_rope_triton(qkv, kv_heads, q_norm, k_norm, cos, sin, positions, eps)
     qk_norm_rope_kernel[(len(qkv), triton.cdiv(heads, 4))](
         qkv, out, q_norm, k_norm, cos, sin, positions, eps, qkv.stride(0), heads, heads - kv_heads,
         dim // 2, triton.next_power_of_2(dim // 2), 4, num_warps=2,
-        enable_fp_fusion=False)
+        enable_fp_fusion=False, **early(qkv.device))
     return out[:, :-kv_heads], out[:, -kv_heads:], qkv[:, heads * dim :].unflatten(-1, (kv_heads, dim))
 
 
@@ -447,7 +475,8 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                   partial, partial_lse, partial_candidates, sink, recent, B, G, pieces,
                   q_strides, k_strides, v_strides, key_strides, compact_strides, norm_strides, ring_strides,
                   logit_strides, GROUP: tl.constexpr, QUERIES: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
-                  BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr):
+                  BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
+                  EARLY: tl.constexpr):
     """Decode attention: one program works through one piece of all there is to read.
 
     Lay the tiles of BLOCK_N tokens that every (row, KV head) pair reads on one line, pair after pair, a pair's compact
@@ -464,6 +493,7 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
     rows over the candidates, goes to slot piece + pair, which no other shares. The piece that holds a pair's first tile also brings in the step's own token, from k and v, and
     stores it; no program reads that position from the cache, so none can read it too early.
     """
+    take_turn(EARLY)
     piece = tl.program_id(0)
     total, before, pieces = share_out(plan, 0, B, G, pieces, BLOCK_B, BLOCK_N)
     low, high = piece * total // pieces, (piece + 1) * total // pieces      # this piece's tiles
@@ -540,11 +570,12 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
 @jit
 def combine_kernel(partial, partial_lse, partial_candidates, out, lse, plan, B, G, pieces, GROUP: tl.constexpr,
                    QUERIES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr):
+                   BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, EARLY: tl.constexpr):
     """One program joins what the pieces found for one query head: their mean, weighted by exp(log-sum-exp).
 
     With `lse` also each of its QUERIES evidence rows' log-sum-exp over the candidates.
     """
+    take_turn(EARLY)
     b, head = tl.program_id(0), tl.program_id(1)
     g = head // GROUP
     total, before, pieces = share_out(plan, b, B, G, pieces, BLOCK_B, BLOCK_N)
@@ -621,9 +652,9 @@ def launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, pla
         partial, partial_lse, partial_candidates, sink, recent, B, G, pieces, strides(q), strides(k), strides(v), strides(keys), strides(compact_keys),
         strides(key_norms), strides(ring), strides(logits), group, queries, 0 if ring is None else ring.shape[1], D,
         max(16, triton.next_power_of_2(queries * group)), block_d, block_b, block_n,
-        num_warps=warps, num_stages=stages)
+        num_warps=warps, num_stages=stages, **early(q.device))
     combine_kernel[(B, H)](partial, partial_lse, partial_candidates, out, lse, plan, B, G, pieces, group, queries, D,
-                           block_d, block_b, block_n, 16, triton.next_power_of_2(queries))
+                           block_d, block_b, block_n, 16, triton.next_power_of_2(queries), **early(q.device))
     return out
 
 

@@ -105,7 +105,8 @@ def attend_args(B, N, heads=16, kv_heads=8, dim=128, fast=False, logits=None, qu
             keys, values, *compact, torch.tensor([row] * B, dtype=torch.int32, device="cuda"), dim ** -0.5,
             torch.empty(B, kv_heads, N, device="cuda"),
             normal(B, 16, heads, dim, dtype=dtype) if queries > 1 else None, queries,
-            torch.empty(B, kv_heads, queries * heads // kv_heads, N, device="cuda", dtype=logits) if logits else None]
+            torch.empty(B, kv_heads, queries * heads // kv_heads, N, device="cuda", dtype=logits) if logits else None,
+            torch.empty(B, kv_heads, queries * heads // kv_heads, device="cuda") if logits else None, 4, 256]
 
 
 def attend_case(name, B, N, tile=None, **options):
@@ -154,7 +155,7 @@ def linear_case(model, role, M, O, I, how, gated=False, tile=None):
                 y = F.linear(y, w)
                 if gated:
                     out = x.new_empty(M, O)
-                    kernels.silu_mul_kernel[(M, triton.cdiv(O, 1024))](y, out, O, 1024)
+                    kernels.silu_mul_kernel[(M, triton.cdiv(O, 1024))](y, out, O, 1024, **kernels.early(x.device))
                 return y
             if tile is None:
                 return (TRITON.swiglu(x, w, norm, 1e-6) if gated
@@ -207,7 +208,8 @@ for (model, c), M, (kind, ops) in itertools.product(MODELS.items(), (1, 8, 2048)
 
 def publish_args(n, B, N, rows, spread, G=8, D=128, K=2048):
     keys, values = (torch.empty(n, B, G, N, D, device="cuda", dtype=torch.bfloat16).normal_() for _ in range(2))
-    return [normal(n, B, G, rows, N).mul_(2), keys.float().norm(dim=-1) if n * B * N < 2**19
+    logits = normal(n, B, G, rows, N).mul_(2)
+    return [logits, logits[..., 4 : N - 256].float().logsumexp(-1), keys.float().norm(dim=-1) if n * B * N < 2**19
             else normal(n, B, G, N, dtype=torch.float32).abs_().add_(9),
             keys, values, torch.tensor([(0, 0, N, 1)] * B, dtype=torch.int32, device="cuda"), 4, 256,
             SelectorConfig(spread=8, alpha=2.0) if spread else SelectorConfig(),
@@ -226,7 +228,7 @@ def publish_case(n, B, N, rows, spread=False):
     @case(f"scores {name}")
     def _():
         args = publish_args(n, B, N, rows, spread)
-        return logits, [lambda: kernels.scores_triton(args[0], args[1], *args[4:8])]
+        return logits, [lambda: kernels.scores_triton(*args[:3], *args[5:9])]
 
     def scores():                                                           # like log-probabilities
         return torch.randn(n, B, 8, N, dtype=torch.float64 if spread else torch.float32, device="cuda") * 2 - 12
@@ -284,33 +286,36 @@ def check_attend(dtype, heads, queries, bound):
     name = f"attend {str(dtype)[6:]} {heads} heads, {queries} queries"
     check(name, error(got, want), bound)
     check(f"{name}, logits", error(args[12], twin[12]), bound)
+    slow = args[7][:, 3] > 0
+    check(f"{name}, lse", error(args[13][slow], twin[13][slow]), 1e-5)
     stored = all(torch.isclose(args[i].double(), twin[i], rtol=1e-6, equal_nan=True).all() for i in (3, 4, 9))
     check(f"{name}, stored", 0.0 if stored else 1.0, 0)
 
 
 def check_publish(rows, spread):
     args = publish_args(2, 3, 9000, rows, spread)
-    args[4] = torch.tensor([(0, 0, 9000, 1), (2052, 7000, 8000, 0), (0, 0, 1500, 1)], dtype=torch.int32, device="cuda")
+    args[5] = torch.tensor([(0, 0, 9000, 1), (2052, 7000, 8000, 0), (0, 0, 1500, 1)], dtype=torch.int32, device="cuda")
     args[0] = args[0].float()
+    args[1][:, 2] = args[0][:, 2, ..., 4 : 1500 - 256].logsumexp(-1)
     twin = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
-    twin[0], twin[1] = twin[0].double(), twin[1].double()
+    twin[0], twin[2] = twin[0].double(), twin[2].double()
     TRITON.publish(*args)
     TORCH.publish(*twin)
-    lost = sum(1 for a, b in zip(args[8].flatten(0, 2).tolist(), twin[8].flatten(0, 2).tolist()) for p in a
+    lost = sum(1 for a, b in zip(args[9].flatten(0, 2).tolist(), twin[9].flatten(0, 2).tolist()) for p in a
                if p not in set(b))
-    check(f"publish {rows} rows{' spread' if spread else ''}: positions that differ", lost / args[8].numel(), 1e-4)
-    kept = args[8][0, 0, 0]
-    copied = torch.equal(args[9][0, 0, 0, 4:], args[2][0, 0, 0][kept]) and torch.equal(
-        args[10][0, 0, 0, 4:], args[3][0, 0, 0][kept])
+    check(f"publish {rows} rows{' spread' if spread else ''}: positions that differ", lost / args[9].numel(), 1e-4)
+    kept = args[9][0, 0, 0]
+    copied = torch.equal(args[10][0, 0, 0, 4:], args[3][0, 0, 0][kept]) and torch.equal(
+        args[11][0, 0, 0, 4:], args[4][0, 0, 0][kept])
     check(f"publish {rows} rows: copied exactly", 0.0 if copied else 1.0, 0)
 
 
 def check_linear(dtype, c, M, bound):
     x, norm = normal(M, c["hidden"], dtype=dtype), normal(c["hidden"], dtype=dtype)
     w, both = (normal(n, c["hidden"], dtype=dtype).div_(32) for n in (4096, 2 * c["mlp"]))
-    args = (x, w, norm, 1e-6, normal(M, 4096, dtype=dtype))
-    check(f"linear {str(dtype)[6:]} {M} x {c['hidden']}", error(TRITON.linear(*args), TORCH.linear(*map(wide, args))),
-          bound)
+    *args, residual = x, w, norm, 1e-6, normal(M, 4096, dtype=dtype)
+    got = TRITON.linear(*args, residual.clone())                            # which may be written over
+    check(f"linear {str(dtype)[6:]} {M} x {c['hidden']}", error(got, TORCH.linear(*map(wide, (*args, residual)))), bound)
     args = (x, both, norm, 1e-6)
     check(f"swiglu {str(dtype)[6:]} {M} x {c['hidden']}", error(TRITON.swiglu(*args), TORCH.swiglu(*map(wide, args))),
           2 * bound)

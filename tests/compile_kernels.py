@@ -91,6 +91,7 @@ def main():
     bad, seen = 0, set()
     for capability, limits in CARDS.items():
         driver.capability, kernels.card = capability, lambda _: limits
+        kernels.early = lambda _: dict(EARLY=capability >= 90, launch_pdl=capability >= 90)
         few = dict(heads=16, kv_heads=8, dim=128, hidden=1024, mlp=3072)
         step(torch.bfloat16, **few)
         step(torch.bfloat16, **few, rows=4, queries=8)
