@@ -442,9 +442,10 @@ def absorb(query, keys, values, left, best, mass, mixed, scale,
            D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr):
     """Take one tile of keys and values into a running softmax.
 
-    query [R, D]; keys and values point to the tile's first slot, of which only `left` are there: a slot beyond is
-    never read, for it may hold NaN. best [R] is the largest logit so far, mass [R] the sum of exp(logit - best),
-    mixed [R, D] the values weighted by the same. -> logits [R, BLOCK_N], and the three brought up to date.
+    query [heads, D]; keys and values point to the tile's first slot, of which only `left` are there: a slot beyond is
+    never read, for it may hold NaN. best [heads] is the largest logit so far, mass [heads] the sum of exp(logit -
+    best), mixed [heads, D] the values weighted by the same. -> the three brought up to date, and the tile's keys
+    [BLOCK_N, D] and logits [heads, BLOCK_N].
     """
     slot, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     at = slot[:, None] * D + d[None, :]
@@ -453,10 +454,10 @@ def absorb(query, keys, values, left, best, mass, mixed, scale,
     z = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     z = tl.where((slot < left)[None, :], z, float("-inf"))
     higher = tl.maximum(best, tl.max(z, 1))
-    p, fade = tl.exp(z - higher[:, None]), tl.exp(best - higher)
+    p, fade = exp(z - higher[:, None]), exp(best - higher)
     value = tl.load(values + at, mask=inside, other=0)
     mixed = tl.dot(p.to(value.dtype), value, mixed * fade[:, None], input_precision="ieee")
-    return z, higher, mass * fade + tl.sum(p, 1), mixed
+    return higher, mass * fade + tl.sum(p, 1), mixed, key, z
 
 
 @jit
@@ -475,8 +476,8 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                   partial, partial_lse, partial_candidates, sink, recent, B, G, pieces,
                   q_strides, k_strides, v_strides, key_strides, compact_strides, norm_strides, ring_strides,
                   logit_strides, GROUP: tl.constexpr, QUERIES: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
-                  BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr,
-                  EARLY: tl.constexpr):
+                  BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr,
+                  BLOCK_N: tl.constexpr, EARLY: tl.constexpr):
     """Decode attention: one program works through one piece of all there is to read.
 
     Lay the tiles of BLOCK_N tokens that every (row, KV head) pair reads on one line, pair after pair, a pair's compact
@@ -487,20 +488,20 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
         |CC|NNNNNNNNNNNNNNNN|CC|NNNNNNNNNNNNNNNN|NNNNNNNN|NNN    C: a tile of the compact buffer, N: of the cache
         ^piece 0     ^piece 1     ^piece 2     ^piece 3
 
-    Each key and value is read once, for all query heads of its KV head (R = QUERIES * GROUP rows, padded to BLOCK_R
-    for the matrix units; only the first GROUP are attended with, the older queries just leave their logits). What a
+    Each key and value is read once, for all query heads of its KV head, padded to BLOCK_H for the matrix units, and for
+    the evidence: R = QUERIES * GROUP rows, padded to BLOCK_R, which leave their logits and are not attended with. What a
     piece finds for a pair, `partial` [GROUP, D], the log-sum-exp of its logits, and with `logits` that of each of the R
-    rows over the candidates, goes to slot piece + pair, which no other shares. The piece that holds a pair's first tile also brings in the step's own token, from k and v, and
-    stores it; no program reads that position from the cache, so none can read it too early.
+    rows over the candidates, goes to slot piece + pair, which no other shares. The piece that holds a pair's first tile
+    also brings in the step's own token, from k and v, and stores it; no program reads that position from the cache, so
+    none can read it too early.
     """
     take_turn(EARLY)
     piece = tl.program_id(0)
     total, before, pieces = share_out(plan, 0, B, G, pieces, BLOCK_B, BLOCK_N)
     low, high = piece * total // pieces, (piece + 1) * total // pieces      # this piece's tiles
-    row = tl.arange(0, BLOCK_R)
-    w, h = row // GROUP, row % GROUP                                        # query, head in the group
-    d = tl.arange(0, BLOCK_D)
-    current = (row < GROUP)[:, None] & (d < D)[None, :]
+    head, row, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    w, h = row // GROUP, row % GROUP                                        # an evidence row's query, head in the group
+    current = (head < GROUP)[:, None] & (d < D)[None, :]
     for b in range(B if piece < pieces else 0):
         compact, start = tl.load(plan + b * 4), tl.load(plan + b * 4 + 1)
         end, own = tl.load(plan + b * 4 + 2), tl.load(plan + b * 4 + 2) - 1
@@ -510,18 +511,21 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
         for g in range(tl.maximum(low - before, 0) // tiles, tl.minimum(tl.cdiv(high - before, tiles), G)):
             first = tl.maximum(low - before - g * tiles, 0).to(tl.int32)
             last = tl.minimum(high - before - g * tiles, tiles).to(tl.int32)
-            head = (g * GROUP + h)[:, None]
-            query = tl.load(q + offset(q_strides, b, head) + d[None, :], mask=current, other=0)
-            if QUERIES > 1:
-                slot = ((own - w + SLOTS) % SLOTS)[:, None]
-                older = tl.load(ring + offset(ring_strides, b, slot, head) + d[None, :], other=0,
-                                mask=((w > 0) & (w < QUERIES))[:, None] & (d < D)[None, :])
-                query = tl.where((w == 0)[:, None], query, older)
+            its_head = (g * GROUP + head)[:, None]
+            query = tl.load(q + offset(q_strides, b, its_head) + d[None, :], mask=current, other=0)
             its_keys, its_values = keys + offset(key_strides, b, g), values + offset(key_strides, b, g)
-            best = tl.full([BLOCK_R], float("-inf"), tl.float32)
-            mass = tl.zeros([BLOCK_R], tl.float32)
-            mixed = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+            best = tl.full([BLOCK_H], float("-inf"), tl.float32)
+            mass = tl.zeros([BLOCK_H], tl.float32)
+            mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
             if logits is not None:
+                window = query
+                if QUERIES > 1:
+                    its_row, slot = (g * GROUP + h)[:, None], ((own - w + SLOTS) % SLOTS)[:, None]
+                    newest = tl.load(q + offset(q_strides, b, its_row) + d[None, :], other=0,
+                                     mask=(w == 0)[:, None] & (d < D)[None, :])
+                    older = tl.load(ring + offset(ring_strides, b, slot, its_row) + d[None, :], other=0,
+                                    mask=((w > 0) & (w < QUERIES))[:, None] & (d < D)[None, :])
+                    window = tl.where((w == 0)[:, None], newest, older)
                 its_logits = logits + offset(logit_strides, b, g, row[:, None])
                 wanted = (row < QUERIES * GROUP)[:, None] & (slow != 0)
                 top, held = tl.full([BLOCK_R], -1e30, tl.float32), tl.zeros([BLOCK_R], tl.float32)
@@ -533,33 +537,36 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                 wide_key = own_key.to(tl.float32)
                 tl.store(key_norms + offset(norm_strides, b, g) + own, tl.sqrt(tl.sum(wide_key * wide_key)))
                 if ring is not None:
-                    tl.store(ring + offset(ring_strides, b, own % SLOTS, head) + d[None, :], query, mask=current)
+                    tl.store(ring + offset(ring_strides, b, own % SLOTS, its_head) + d[None, :], query, mask=current)
                 best = tl.sum(query.to(tl.float32) * wide_key[None, :], 1) * scale
                 mass += 1
                 mixed += own_value.to(tl.float32)[None, :]
                 if logits is not None:
-                    seen = tl.where((w == 0)[:, None], best[:, None], float("-inf"))
+                    z = tl.sum(window.to(tl.float32) * wide_key[None, :], 1) * scale
+                    seen = tl.where(w == 0, z, float("-inf"))[:, None]
                     tl.store(its_logits + own, seen, mask=wanted)
                     top, held = absorb_candidates(seen, own, lo, hi, top, held)
             if compact_keys is not None:
                 at = offset(compact_strides, b, g)
                 for tile in range(first, tl.minimum(last, compact_tiles)):
                     place = tile * BLOCK_N
-                    _, best, mass, mixed = absorb(
+                    best, mass, mixed, _, _ = absorb(
                         query, compact_keys + at + place * D, compact_values + at + place * D, compact - place,
                         best, mass, mixed, scale, D, BLOCK_D, BLOCK_N)
             for tile in range(tl.maximum(first, compact_tiles), last):
                 position = start + (tile - compact_tiles) * BLOCK_N
-                z, best, mass, mixed = absorb(
+                best, mass, mixed, key, z = absorb(
                     query, its_keys + position * D, its_values + position * D, own - position,
                     best, mass, mixed, scale, D, BLOCK_D, BLOCK_N)
                 if logits is not None:
+                    if QUERIES > 1:
+                        z = tl.dot(window, tl.trans(key), input_precision="ieee") * scale
                     n = tl.arange(0, BLOCK_N)[None, :]
                     seen = tl.where(n < (end - w)[:, None] - position, z, float("-inf"))
                     tl.store(its_logits + position + n, seen, mask=wanted & (n < own - position))
                     top, held = absorb_candidates(seen, position + n, lo, tl.minimum(hi, own), top, held)
-            slot = (piece + b * G + g) * GROUP + row
-            tl.store(partial_lse + slot, best + tl.log(mass), mask=row < GROUP)
+            slot = (piece + b * G + g) * GROUP + head
+            tl.store(partial_lse + slot, best + tl.log(mass), mask=head < GROUP)
             tl.store(partial + slot[:, None] * D + d[None, :], mixed / mass[:, None], mask=current)
             if logits is not None:
                 slot = (piece + b * G + g) * GROUP * QUERIES + row
@@ -620,16 +627,23 @@ def attend_tile(pairs, tokens, kind, rows, block_d, itemsize, device):
     """
     processors, shared = card(device)
     large = kind == "dense" and pairs <= processors // 4
-    block_n, warps, stages = 128 if large else 64, 4 if rows * block_d <= 4096 else 8, 3
-    buffers = stages - 1 if rows < 64 else stages                           # of keys and of values, in shared memory
-    while block_n > 16 and 2 * (buffers * block_n + rows) * block_d * itemsize > shared:
-        block_n //= 2
+    wide = kind == "logits" and itemsize > 2                                # plain arithmetic takes the registers
+    most, warps = 128 if large else 32 if wide else 64, 4 if rows * block_d * itemsize < 2**14 else 8
+    for block_n, stages in (most, 3), (64, 3), (64, 2), (32, 2), (16, 2):
+        buffers = stages - 1 if rows < 64 else stages                       # of keys and of values, in shared memory
+        if block_n <= most and 2 * (buffers * block_n + rows) * block_d * itemsize <= shared:
+            break
     pieces = 2 * processors
     if large:                                                               # a whole number for each pair
         pieces = pairs * (processors // pairs)
     elif kind == "fast":
         pieces = pairs * max(1, min(2 * processors // pairs, 16))
     return block_n, warps, stages, min(pieces, pairs * triton.cdiv(tokens, block_n))
+
+
+def padded(rows):
+    """Rows of a tile that holds `rows`: the matrix units want at least 16."""
+    return max(16, triton.next_power_of_2(rows))
 
 
 def strides(x):
@@ -651,7 +665,7 @@ def launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, pla
         q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, logits,
         partial, partial_lse, partial_candidates, sink, recent, B, G, pieces, strides(q), strides(k), strides(v), strides(keys), strides(compact_keys),
         strides(key_norms), strides(ring), strides(logits), group, queries, 0 if ring is None else ring.shape[1], D,
-        max(16, triton.next_power_of_2(queries * group)), block_d, block_b, block_n,
+        padded(group), padded(queries * group), block_d, block_b, block_n,
         num_warps=warps, num_stages=stages, **early(q.device))
     combine_kernel[(B, H)](partial, partial_lse, partial_candidates, out, lse, plan, B, G, pieces, group, queries, D,
                            block_d, block_b, block_n, 16, triton.next_power_of_2(queries), **early(q.device))
@@ -669,7 +683,8 @@ def attend_triton(q, k, v, keys, values, compact_keys, compact_values, plan, sca
     B, _, D = q.shape
     kind = "logits" if logits is not None else "dense" if compact_keys is None else "fast"
     queries = queries if logits is not None else 1                          # nobody asks for the older queries' logits
-    rows = max(16, triton.next_power_of_2(queries * q.shape[1] // k.shape[1]))
+    group = q.shape[1] // k.shape[1]
+    rows = padded(group) + padded(queries * group) * (queries > 1)          # attended with, and for evidence only
     tile = attend_tile(B * k.shape[1], keys.shape[2], kind, rows, triton.next_power_of_2(max(D, 16)),
                        q.element_size(), q.device)
     return launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring,
@@ -1140,7 +1155,7 @@ def top_triton(scores, extent, plan, sink, recent, positions):
         narrow_kernel[(cells, parts)](
             scores, extent, plan, state[turn], state[turn + 1], counts[turn - 1], counts[turn], own, tally, sink,
             recent, B, G, C, positions.shape[-1], parts, blocks, turn == 0, turn < rounds,
-            triton.next_power_of_2(blocks), part)
+            triton.next_power_of_2(blocks), part, num_warps=8)
     choose_kernel[(cells, parts)](scores, plan, state[-1], tally, positions, sink, recent, B, G, C, parts,
                                   positions.stride(), triton.next_power_of_2(parts), part, num_warps=8)
 

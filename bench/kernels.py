@@ -131,7 +131,7 @@ for tile in ((128, 4, 3, 132), (64, 4, 3, 264)):
 for B, N in ((1, 8192), (1, 131072), (4, 131072), (8, 131072)):
     attend_case("dense+logits", B, N, logits=torch.bfloat16)
     attend_case("dense+8 queries", B, N, logits=torch.bfloat16, queries=8)
-for tile in (None, (128, 4, 3, 132)):
+for tile in (None, (64, 4, 3, 264), (64, 8, 3, 264), (64, 8, 3, 132), (32, 4, 3, 264), (128, 8, 3, 132)):
     attend_case("dense+logits 4B", 1, 131072, tile, logits=torch.bfloat16, heads=32)
     attend_case("dense+8 queries 4B", 1, 131072, tile, logits=torch.bfloat16, queries=8, heads=32)
 for B in (1, 4, 6, 8):
