@@ -443,9 +443,9 @@ def absorb(query, keys, values, left, best, mass, mixed, scale,
     """Take one tile of keys and values into a running softmax.
 
     query [heads, D]; keys and values point to the tile's first slot, of which only `left` are there: a slot beyond is
-    never read, for it may hold NaN. best [heads] is the largest logit so far, mass [heads] the sum of exp(logit -
-    best), mixed [heads, D] the values weighted by the same. -> the three brought up to date, and the tile's keys
-    [BLOCK_N, D] and logits [heads, BLOCK_N].
+    never read, for it may hold NaN. best [heads] is the largest logit so far, mass [heads, BLOCK_N] the sums of
+    exp(logit - best) by place in the tile, so that warps need not meet for them, mixed [heads, D] the values weighted
+    by the same. -> the three brought up to date, and the tile's keys [BLOCK_N, D] and logits [heads, BLOCK_N].
     """
     slot, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     at = slot[:, None] * D + d[None, :]
@@ -457,18 +457,19 @@ def absorb(query, keys, values, left, best, mass, mixed, scale,
     p, fade = exp(z - higher[:, None]), exp(best - higher)
     value = tl.load(values + at, mask=inside, other=0)
     mixed = tl.dot(p.to(value.dtype), value, mixed * fade[:, None], input_precision="ieee")
-    return higher, mass * fade + tl.sum(p, 1), mixed, key, z
+    return higher, mass * fade[:, None] + p, mixed, key, z
 
 
 @jit
 def absorb_candidates(z, at, lo, hi, best, mass):
-    """Take logits z [R, tokens], at positions `at` [1, tokens], into the running sum over candidates [lo, hi) only.
+    """Take logits z [R, BLOCK_N], at positions `at` [1, BLOCK_N], into running sums over candidates [lo, hi) only.
 
-    A sum of its own, not a share of absorb's: next to one large logit in the sink, all candidates would vanish.
+    best, mass [R, BLOCK_N], by place in the tile. They are apart from absorb's: next to one large logit in the sink, all
+    candidates would vanish.
     """
     z = tl.where((lo <= at) & (at < hi), z, float("-inf"))
-    higher = tl.maximum(best, tl.max(z, 1))
-    return higher, mass * exp(best - higher) + tl.sum(exp(z - higher[:, None]), 1)
+    fade = exp(-tl.abs(z - best))                                           # of whichever is less
+    return tl.maximum(best, z), tl.where(z > best, mass * fade + 1, mass + fade)
 
 
 @jit
@@ -501,7 +502,7 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
     low, high = piece * total // pieces, (piece + 1) * total // pieces      # this piece's tiles
     head, row, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
     w, h = row // GROUP, row % GROUP                                        # an evidence row's query, head in the group
-    current = (head < GROUP)[:, None] & (d < D)[None, :]
+    current, n = (head < GROUP)[:, None] & (d < D)[None, :], tl.arange(0, BLOCK_N)[None, :]
     for b in range(B if piece < pieces else 0):
         compact, start = tl.load(plan + b * 4), tl.load(plan + b * 4 + 1)
         end, own = tl.load(plan + b * 4 + 2), tl.load(plan + b * 4 + 2) - 1
@@ -515,7 +516,7 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
             query = tl.load(q + offset(q_strides, b, its_head) + d[None, :], mask=current, other=0)
             its_keys, its_values = keys + offset(key_strides, b, g), values + offset(key_strides, b, g)
             best = tl.full([BLOCK_H], float("-inf"), tl.float32)
-            mass = tl.zeros([BLOCK_H], tl.float32)
+            mass = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
             mixed = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
             if logits is not None:
                 window = query
@@ -528,7 +529,8 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                     window = tl.where((w == 0)[:, None], newest, older)
                 its_logits = logits + offset(logit_strides, b, g, row[:, None])
                 wanted = (row < QUERIES * GROUP)[:, None] & (slow != 0)
-                top, held = tl.full([BLOCK_R], -1e30, tl.float32), tl.zeros([BLOCK_R], tl.float32)
+                top = tl.full([BLOCK_R, BLOCK_N], -1e30, tl.float32)       # can be subtracted from itself, unlike -inf
+                held = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
             if first == 0:
                 own_key = tl.load(k + offset(k_strides, b, g) + d, mask=d < D, other=0)
                 own_value = tl.load(v + offset(v_strides, b, g) + d, mask=d < D, other=0)
@@ -539,13 +541,13 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                 if ring is not None:
                     tl.store(ring + offset(ring_strides, b, own % SLOTS, its_head) + d[None, :], query, mask=current)
                 best = tl.sum(query.to(tl.float32) * wide_key[None, :], 1) * scale
-                mass += 1
+                mass += tl.where(n == 0, 1.0, 0.0)
                 mixed += own_value.to(tl.float32)[None, :]
                 if logits is not None:
                     z = tl.sum(window.to(tl.float32) * wide_key[None, :], 1) * scale
-                    seen = tl.where(w == 0, z, float("-inf"))[:, None]
-                    tl.store(its_logits + own, seen, mask=wanted)
-                    top, held = absorb_candidates(seen, own, lo, hi, top, held)
+                    seen = tl.where((w == 0)[:, None] & (n == 0), z[:, None], float("-inf"))
+                    tl.store(its_logits + own + n, seen, mask=wanted & (n == 0))
+                    top, held = absorb_candidates(seen, own + n, lo, hi, top, held)
             if compact_keys is not None:
                 at = offset(compact_strides, b, g)
                 for tile in range(first, tl.minimum(last, compact_tiles)):
@@ -561,16 +563,16 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                 if logits is not None:
                     if QUERIES > 1:
                         z = tl.dot(window, tl.trans(key), input_precision="ieee") * scale
-                    n = tl.arange(0, BLOCK_N)[None, :]
                     seen = tl.where(n < (end - w)[:, None] - position, z, float("-inf"))
                     tl.store(its_logits + position + n, seen, mask=wanted & (n < own - position))
                     top, held = absorb_candidates(seen, position + n, lo, tl.minimum(hi, own), top, held)
-            slot = (piece + b * G + g) * GROUP + head
+            slot, mass = (piece + b * G + g) * GROUP + head, tl.sum(mass, 1)
             tl.store(partial_lse + slot, best + tl.log(mass), mask=head < GROUP)
             tl.store(partial + slot[:, None] * D + d[None, :], mixed / mass[:, None], mask=current)
             if logits is not None:
-                slot = (piece + b * G + g) * GROUP * QUERIES + row
-                tl.store(partial_candidates + slot, top + tl.log(held), mask=row < QUERIES * GROUP)
+                slot, highest = (piece + b * G + g) * GROUP * QUERIES + row, tl.max(top, 1)
+                held = tl.sum(held * exp(top - highest[:, None]), 1)
+                tl.store(partial_candidates + slot, highest + tl.log(held), mask=row < QUERIES * GROUP)
         before += G * tiles
 
 
@@ -1155,7 +1157,7 @@ def top_triton(scores, extent, plan, sink, recent, positions):
         narrow_kernel[(cells, parts)](
             scores, extent, plan, state[turn], state[turn + 1], counts[turn - 1], counts[turn], own, tally, sink,
             recent, B, G, C, positions.shape[-1], parts, blocks, turn == 0, turn < rounds,
-            triton.next_power_of_2(blocks), part, num_warps=8)
+            triton.next_power_of_2(blocks), part)
     choose_kernel[(cells, parts)](scores, plan, state[-1], tally, positions, sink, recent, B, G, C, parts,
                                   positions.stride(), triton.next_power_of_2(parts), part, num_warps=8)
 
