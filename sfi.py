@@ -205,11 +205,12 @@ class SlowFastMemory:
 
     def __init__(self, model, full, config, overlap=True, group=None):
         c, on_gpu = model.config, full.keys.is_cuda
-        if full.ring.shape[2] < max(config.bootstrap_queries, config.evidence_queries):
+        layers, batch, heads, capacity, dim = full.keys.shape
+        if full.ring.shape[2] < min(capacity, max(config.bootstrap_queries, config.evidence_queries)):
             raise ValueError(f"the full memory keeps {full.ring.shape[2]} queries, too few for bootstrap_queries = "
                              f"{config.bootstrap_queries} or evidence_queries = {config.evidence_queries}")
-        layers, batch, heads, capacity, dim = full.keys.shape
-        config = replace(config, sink=min(config.sink, capacity))
+        config = replace(config, sink=min(config.sink, capacity),
+                         evidence_queries=min(config.evidence_queries, capacity))   # older ones would see nothing
         self.full, self.config, self.batch = full, config, batch
         self.rows = config.evidence_queries * c.num_attention_heads // heads        # R
         self.group = group or (self.best_group(batch * heads * self.rows * capacity) if on_gpu else 1)
@@ -546,8 +547,10 @@ def read_prompts(model, prompts, config, max_new_tokens, chunk=None, progress=No
                              f"{limit} positions (max_position_embeddings)")
     begin = time.perf_counter()
     with torch.inference_mode():
-        memory = FullMemory(model, len(prompts), max(map(len, prompts)) + max_new_tokens,
-                            max(config.bootstrap_queries, config.evidence_queries))
+        capacity = max(map(len, prompts)) + max_new_tokens
+        # No window sees more than a sequence holds, which is at most 63 more: capacity is rounded up.
+        memory = FullMemory(model, len(prompts), capacity,
+                            min(max(config.bootstrap_queries, config.evidence_queries), capacity + 63))
         logits = prefill(model, memory, prompts, chunk, progress)
         if not logits.isfinite().all():                                     # waits for the device, as the clock needs
             raise ValueError("the model's logits are not finite: its weights are damaged or overflow in this dtype")

@@ -14,7 +14,8 @@ import kernels
 import model as qwen3
 import sfi
 from selector import SelectorConfig
-from sfi import FullMemory, Sampling, SFIConfig, SlowFastMemory, Stepper, Trigger, decode, generate, prefill
+from sfi import (FullMemory, Sampling, SFIConfig, SlowFastMemory, Stepper, Trigger, decode, generate, prefill,
+                 read_prompts)
 
 GOLDEN = Path(__file__).parent / "golden"
 CHECKPOINTS = sorted(path.name for path in (GOLDEN / "qwen3").iterdir())
@@ -346,6 +347,14 @@ def test_a_bad_sampling_knob_is_refused_by_name(knobs):
 
 def test_a_huge_sink_reads_everything(tiny):
     assert run(tiny, ids(20), replace(SMALL, sink=10**12)).ids == run(tiny, ids(20), SMALL, mode="full").ids
+
+
+def test_windows_longer_than_the_sequence_see_all_of_it_and_cost_no_more(tiny):
+    whole, huge = (replace(SMALL, evidence_queries=n, bootstrap_queries=n) for n in (44, 2**20))
+    assert run(tiny, [ids(20)], huge)[0].ids == run(tiny, [ids(20)], whole)[0].ids
+    full, logits, _ = read_prompts(tiny, [ids(20)], huge, 24)
+    memory = SlowFastMemory(tiny, full, huge)
+    assert memory.ring.shape[2] <= 44 + 63 and memory.rows == 64 * 2
 
 
 def test_logits_that_are_not_finite_are_refused():

@@ -157,7 +157,7 @@ def test_other_dtypes_verify_within_their_tolerance(dtype, tmp_path):
 @given(lengths=st.lists(st.sampled_from([1, 2, 5, 20, 40]), min_size=1, max_size=3), knobs=st.fixed_dictionaries(dict(
     sink=st.sampled_from([0, 1, 4]), recent=st.sampled_from([0, 1, 8, 30]), selected=st.sampled_from([0, 1, 5, 40]),
     refresh_interval=st.integers(0, 9), min_gap=st.integers(0, 3), policy=st.sampled_from(sfi.POLICIES),
-    evidence_queries=st.sampled_from([1, 2, 8]), bootstrap_queries=st.sampled_from([1, 3, 16]),
+    evidence_queries=st.sampled_from([1, 2, 8, 99]), bootstrap_queries=st.sampled_from([1, 3, 999]),
     doubt=st.sampled_from([0, 0.2, 0.9]), alpha=st.sampled_from([0, 0.5, 2]), spread=st.sampled_from([0, 1, 8]))))
 def test_a_run_verifies_whatever_its_knobs(tmp_path_factory, lengths, knobs):
     path = tmp_path_factory.mktemp("knobs") / "trace"
