@@ -12,6 +12,7 @@ import json
 import math
 import re
 import unicodedata
+import warnings
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from functools import cached_property
@@ -423,9 +424,10 @@ class Qwen3:
 def usable(device):
     """torch.device(device), or ValueError if this machine has no such device."""
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {str(device)!r} cannot be used: {first_line(error)}") from None
+        with warnings.catch_warnings(action="ignore"):                      # of names that torch no longer knows
+            return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used: {first_line(error).split('. ')[0]}") from None
 
 
 def first_line(error):
@@ -439,6 +441,8 @@ def load(directory, device="cpu", dtype=None, ops=None):
     Raises ValueError or FileNotFoundError, in one line, for whatever is missing, damaged, unlike the configuration or
     not supported: a returned model has every weight. Host memory holds one tensor beside the model. SPEC section 8.
     """
+    if usable(device).type == "meta":
+        raise ValueError("device 'meta' cannot be used: it has shapes and no numbers")
     folder = find_folder(directory)
     config = Config.load(folder / "config.json")
     tokenizer = Tokenizer(folder, config.vocab_size) if (folder / "tokenizer.json").exists() else None

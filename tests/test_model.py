@@ -510,8 +510,9 @@ def test_hub_id_is_fetched_and_no_network_is_one_clear_line(tmp_path, monkeypatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA card")
 def test_device_that_is_not_there_is_refused():
-    for device in ("cuda", "nonsense"):
+    for device in ("cuda", "nonsense", "hpu"):
         assert device in error_line(lambda: Qwen3(small(), device))
+    assert "meta" in error_line(lambda: load(DENSE[0], "meta"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to tell the peak")
