@@ -409,6 +409,9 @@ def main(argv=None):
     sys.stderr = sys.stderr or open(os.devnull, "w")                        # closed: print would turn to stdout
     try:
         with one_line_errors():
+            if sys.stdout is None:
+                raise ValueError("standard output is closed")
+            sys.stdout.reconfigure(errors="backslashreplace")               # for what its encoding lacks
             code = work(parser().parse_args(argv))
             sys.stdout.flush()                                              # a full disk is noticed here
             return code

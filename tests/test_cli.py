@@ -3,6 +3,7 @@
 Runs that must show separation of streams, signals and imports are subprocesses; the rest call cli.main.
 """
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -174,6 +175,14 @@ def test_a_broken_pipe_is_no_traceback(prompt):
     assert process.wait() == 1 and "Traceback" not in err and "Error" not in err
 
 
+def test_text_that_the_output_s_encoding_lacks_is_escaped(prompt):
+    flags = "--prompt", prompt, "--max-new-tokens", "60", "--mode", "sfi", "--device", "cpu", "--temperature", "99"
+    code, out, err = shell(*flags, env=os.environ | {"PYTHONIOENCODING": "utf-8"})
+    assert code == 0 and not out.isascii(), err
+    code, plain, err = shell(*flags, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert code == 0 and plain == out.encode("ascii", "backslashreplace").decode(), err
+
+
 def test_ctrl_c_ends_with_what_was_written(prompt):
     process = start("--prompt", prompt, "--max-new-tokens", "15000", "--mode", "full", "--device", "cpu",
                     "--temperature", "2")
@@ -219,7 +228,8 @@ def test_a_prompt_that_is_missing_or_a_folder(capsys, tmp_path):
     (["--top-k", "-1"], ["top_k"]),
     (["--top-p", "0"], ["top_p"]), (["--min-p", "2"], ["min_p"]), (["--max-new-tokens", "0"], ["max_new_tokens", "0"]),
     (["--max-new-tokens", "99999"], ["99999", "16384"]), (["--chat", "--raw"], ["--raw", "--chat"]),
-    (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]), (["--device", "meta"], ["meta"]), (["--bogus"], ["--bogus"]),
+    (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]), (["--device", "meta"], ["meta"]),
+    (["--bogus"], ["--bogus"]),
     (["--model", "/nowhere"], ["/nowhere"]), (["--sink", "two"], ["--sink", "two"]), (["--mode", "half"], ["half"]),
     (["--sin", "2"], ["--sin"]), (["--trace", "/nowhere/t"], ["/nowhere"]),
     (["--trace-layers", "3"], ["--trace-layers", "A:B"]),
@@ -303,6 +313,8 @@ def test_standard_streams_that_are_closed_or_full():
     command = f"{sys.executable} {ROOT / 'sfi.py'} --model {ROOT / 'tiny'} --device cpu --mode sfi --max-new-tokens 3"
     closed = subprocess.run(f"{command} --prompt - <&-", shell=True, capture_output=True, text=True)
     assert closed.returncode == 2 and closed.stderr == "sfi: standard input is closed\n"
+    closed = subprocess.run(f"echo once | {command} --prompt - >&-", shell=True, stderr=subprocess.PIPE, text=True)
+    assert closed.returncode == 2 and closed.stderr == "sfi: standard output is closed\n"
     no_stderr = subprocess.run(f"echo once | {command} --prompt - --json 2>&-", shell=True, capture_output=True,
                                text=True)
     assert no_stderr.returncode == 0 and "tokens/s" not in no_stderr.stdout
