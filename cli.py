@@ -371,8 +371,11 @@ def decode_and_report(model, full, logits, seconds, prompts, config, retain, arg
     if len(runs) == 2 and not interrupted:
         full.rewind(lengths)
         forced = [g.ids[:COMPARED] for g in runs["full"].generations]
-        faithful = fidelity.compare(model, SlowFastMemory(model, full, config), logits, config, forced,
-                                    runs["full"].reference, sentence_tokens(model))
+        try:
+            faithful = fidelity.compare(model, SlowFastMemory(model, full, config), logits, config, forced,
+                                        runs["full"].reference, sentence_tokens(model))
+        except KeyboardInterrupt:                                           # the texts' own numbers are still shown
+            interrupted = True
     if "sfi" in runs:
         print(described(arguments.preset, config, retain), file=sys.stderr)
     generations = {mode: r.generations for mode, r in runs.items()}

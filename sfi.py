@@ -10,9 +10,14 @@ Symbols: B sequences, T prompt tokens, N cached tokens with the step's own, L la
 D head dim, K selected tokens, C capacity. Step 0 is the end of prefill; step j takes the j-th generated token.
 """
 import operator
+import os
+import signal
 import sys
 import time
 from dataclasses import dataclass, field, fields, replace
+
+if __name__ == "__main__":              # Ctrl-C while libraries load, which may take it for a fault of their own
+    ctrl_c = signal.signal(signal.SIGINT, lambda *_: os._exit(print("interrupted", file=sys.stderr) or 130))
 
 import torch
 
@@ -598,9 +603,6 @@ def generate(model, prompt_ids, config=SFIConfig(), mode="sfi", max_new_tokens=1
 
 
 if __name__ == "__main__":
-    try:
-        from cli import main
-        sys.exit(main())
-    except KeyboardInterrupt:                                               # while still importing
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    from cli import main
+    signal.signal(signal.SIGINT, ctrl_c)
+    sys.exit(main())

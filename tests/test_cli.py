@@ -194,6 +194,22 @@ def test_ctrl_c_ends_with_what_was_written(prompt):
     assert "interrupted" in err.decode() and "tokens/s" in err.decode() and "Traceback" not in err.decode()
 
 
+def test_ctrl_c_while_libraries_load(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError")
+    assert shell("--help", env=os.environ | {"PYTHONPATH": str(tmp_path)}) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("place, kept", [("fidelity.compare", "first differing token"), ("traces.save", "kept mass")])
+def test_ctrl_c_after_the_texts_keeps_their_numbers(capsys, prompt, tmp_path, monkeypatch, place, kept):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(f"cli.{place}", interrupt)
+    trace = tmp_path / "trace"
+    assert cli.main(["--prompt", str(prompt), "--max-new-tokens", "3", "--device", "cpu", "--trace", str(trace)]) == 130
+    out, err = capsys.readouterr()
+    assert "SFI" in out and kept in err and err.endswith("\ninterrupted\n") and not trace.exists()
+
+
 def refused(capsys, arguments, *words):
     """One line on stderr that holds the words, nothing on stdout, exit 2."""
     with pytest.raises(SystemExit) as end:
