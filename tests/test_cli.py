@@ -199,7 +199,7 @@ def test_ctrl_c_while_libraries_load(tmp_path):
     assert shell("--help", env=os.environ | {"PYTHONPATH": str(tmp_path)}) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("place, kept", [("fidelity.compare", "first differing token"), ("traces.save", "kept mass")])
+@pytest.mark.parametrize("place, kept", [("fidelity.compare", "KV read"), ("traces.save", "kept mass")])
 def test_ctrl_c_after_the_texts_keeps_their_numbers(capsys, prompt, tmp_path, monkeypatch, place, kept):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -244,7 +244,8 @@ def test_a_prompt_that_is_missing_or_a_folder(capsys, tmp_path):
     (["--top-k", "-1"], ["top_k"]),
     (["--top-p", "0"], ["top_p"]), (["--min-p", "2"], ["min_p"]), (["--max-new-tokens", "0"], ["max_new_tokens", "0"]),
     (["--max-new-tokens", "99999"], ["99999", "16384"]), (["--chat", "--raw"], ["--raw", "--chat"]),
-    (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]), (["--device", "meta"], ["meta"]),
+    (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]),
+    (["--device", "meta"], ["meta"]),
     (["--bogus"], ["--bogus"]),
     (["--model", "/nowhere"], ["/nowhere"]), (["--sink", "two"], ["--sink", "two"]), (["--mode", "half"], ["half"]),
     (["--sin", "2"], ["--sin"]), (["--trace", "/nowhere/t"], ["/nowhere"]),
@@ -316,12 +317,15 @@ def test_a_template_that_raises(capsys, prompt, checkpoint):
 @pytest.mark.parametrize("program, argv, said", [
     ("plot.py", ["--output", "x.xyz"], "--output must end in"),
     ("plot.py", ["--documents", "0"], "--documents must be"),
-    ("bench/cpu.py", ["--lengths", "0"], "--lengths and"), ("bench/cpu.py", ["--retain", "-1"], "--retain from 0 to 1"),
+    ("bench/cpu.py", ["--lengths", "0"], "--lengths and"), ("bench/cpu.py", ["--lengths", "x"], "--lengths"),
+    ("bench/cpu.py", ["--output", "x.md"], "FILE.json"), ("bench/cpu.py", ["--lengths", "99999"], "no document"),
+    ("bench/cpu.py", ["--model", "golden/qwen3/dense-tied"], "has no tokenizer.json"),
+    ("bench/quality.py", ["best"], "invalid choice"), ("bench/cpu.py", ["--retain", "-1"], "--retain from 0 to 1"),
     ("golden/make_traces.py", ["nope"], "not 'nope'")])
 def test_the_other_programs_refuse_in_one_line_too(program, argv, said):
     if program == "plot.py":
         pytest.importorskip("matplotlib")
-    run = subprocess.run([sys.executable, ROOT / program, *argv], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, ROOT / program, *argv], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 1 and run.stdout == "" and said in run.stderr and run.stderr.count("\n") == 1
 
 
