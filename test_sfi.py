@@ -389,6 +389,18 @@ def test_a_run_that_cannot_fit_is_refused_before_prefill(tiny, prompt, new, mess
         generate(tiny, prompt, SMALL, max_new_tokens=new)
 
 
+@pytest.mark.parametrize("options", [
+    dict(forced=[[1, 2]]), dict(forced=[[1, 2], [1, 2], [1, 2]]), dict(forced=[1, 2]), dict(forced=[[1, 2], [1]]),
+    dict(forced=[[1, 2], [1, 512]]), dict(forced=[[-1, 2], [1, 2]]), dict(forced=[["a", 2], [1, 2]]), dict(forced=7),
+    dict(chunk=0), dict(chunk=-1), dict(chunk=2.0), dict(chunk=True), dict(max_new_tokens=True),
+    dict(max_new_tokens=2.0), dict(max_new_tokens="2"), dict(max_new_tokens=None), dict(prompt_ids="ab"),
+    dict(prompt_ids=["ab", "c"]), dict(prompt_ids=[1.5]), dict(prompt_ids=[[3], 4]), dict(prompt_ids=7)])
+def test_a_bad_argument_is_refused_by_name_before_any_compute(tiny, options, monkeypatch):
+    monkeypatch.setattr(tiny, "forward", None)
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        generate(tiny, **dict(prompt_ids=[[3], [4]], config=SMALL, max_new_tokens=2) | options)
+
+
 def test_an_unknown_mode_is_refused(tiny):
     with pytest.raises(ValueError, match="half"):
         generate(tiny, [3], SMALL, mode="half")
