@@ -267,6 +267,27 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(capsys, prom
     assert prompt.read_text()
 
 
+@pytest.mark.parametrize("broken", [{"traces.record"}, {"plot.draw"}, {"traces.record", "plot.draw"}])
+def test_an_output_that_fails_costs_no_other(capsys, prompt, tmp_path, monkeypatch, broken):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device", "here")
+    monkeypatch.setattr("plot.check_ending", lambda *_: None)               # which needs matplotlib
+    monkeypatch.setattr("plot.draw", lambda *arguments: Path(arguments[-1]).write_text("drawn"))
+    for place in broken:
+        monkeypatch.setattr(place.replace("traces", "trace"), fail)
+    trace, figure = tmp_path / "t.safetensors", tmp_path / "t.png"
+    assert cli.main(["--prompt", str(prompt), "--mode", "sfi", "--max-new-tokens", "4", "--device", "cpu", "--json",
+                     "--trace", str(trace), "--plot", str(figure)]) == 2
+    err = capsys.readouterr().err
+    assert (trace.exists(), figure.exists()) == ("traces.record" not in broken, "plot.draw" not in broken)
+    assert err.count("sfi: here: No space left on device\n") == len(broken) and json.loads(err.splitlines()[-1])
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no file")
+def test_a_folder_that_takes_no_file_is_refused_before_the_work(capsys, prompt):
+    refused(capsys, ["--prompt", prompt, "--trace", "/proc/x"], "--trace /proc/x cannot be written")
+
+
 def test_a_link_and_a_mode_outlive_a_new_trace(prompt, tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
