@@ -422,6 +422,10 @@ BAD = {
     "minus infinity": (lambda t, m: (t | {Q: t[Q] - math.inf}, m), "q is -inf at [0, 0, 0]"),
     "a wrong shape": (lambda t, m: (t | {Q: t[Q][0]}, m), "q has shape [4, 32], but should have [1, 4, 32]"),
     "a wrong type": (lambda t, m: (t | {Q: t[Q].int()}, m), "q has type torch.int32"),
+    "a type without infinity": (lambda t, m: (t | {Q: t[Q].to(torch.float8_e4m3fn)}, m), "type torch.float8"),
+    "complex ids": (lambda t, m: (t | {"sequence.0.ids": t["sequence.0.ids"].to(torch.complex64)}, m), "complex64"),
+    "a prompt of truth values": (lambda t, m: (t | {"sequence.0.prompt": t["sequence.0.prompt"] > 9}, m), "torch.bool"),
+    "config of pairs": (lambda t, m: (t, {**m, "config": "[[1, 2]]"}), "no JSON object"),
     "steps too few": (lambda t, m: (t | {"sequence.0.edge": t["sequence.0.edge"][1:]}, m), "should have shape [24]"),
     "reason unknown": (lambda t, m: (t | {"sequence.0.reason": t["sequence.0.reason"] + 4}, m), "reason is 6 at [6]"),
     "an id too large": (lambda t, m: (t | {"sequence.0.ids": t["sequence.0.ids"] + 512}, m),
@@ -439,6 +443,13 @@ def test_what_cannot_be_compared_is_refused_in_one_line(case, tmp_path):
     with pytest.raises(ValueError) as caught:
         check(tmp_path / "trace", GOLDENS["paper"])
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint32])
+def test_positions_may_have_any_integer_type(dtype, tmp_path):
+    tensors, meta = read(TRACES / "paper.safetensors")
+    save_file({n: t.to(dtype) if n.endswith("positions") else t for n, t in tensors.items()}, tmp_path / "trace", meta)
+    assert check(tmp_path / "trace", GOLDENS["paper"]).code == 0
 
 
 def test_a_truncated_file_is_refused(tmp_path):
