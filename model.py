@@ -579,7 +579,9 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.special_ids = {id for id, token in self.backend.get_added_tokens_decoder().items() if token.special}
-        size = 1 + max(self.backend.get_vocab().values())
+        size = 1 + max(self.backend.get_vocab().values(), default=-1)
+        if not size:
+            raise ValueError(f"{path}: the vocabulary is empty")
         self.vocab_size = vocab_size or size
         if size > self.vocab_size:
             raise ValueError(f"{path}: token id {size - 1} is beyond the model's vocab_size = {vocab_size}")
@@ -598,7 +600,10 @@ class Tokenizer:
 
         template, own_file = settings.get("chat_template"), folder / "chat_template.jinja"
         if own_file.exists():
-            template = own_file.read_text(encoding="utf-8")
+            try:
+                template = own_file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{own_file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
         if type(template) is list:                                          # of named templates
             template = next((entry.get("template") for entry in template
                              if type(entry) is dict and entry.get("name") == "default"), None)
@@ -646,9 +651,11 @@ class Tokenizer:
         environment.globals.update(raise_exception=raise_exception,
                                    strftime_now=lambda format: datetime.now().strftime(format))
         try:
-            return environment.from_string(self.chat_template).render(
+            text = environment.from_string(self.chat_template).render(
                 **self.names, messages=messages, tools=None, documents=None, add_generation_prompt=True,
                 enable_thinking=thinking)
+            text.encode()                                                   # JSON can hold half a character
+            return text
         except Exception as error:  # a template is a program: it can fail in any way
             raise ValueError(f"the chat template failed: {first_line(error)}") from None
 

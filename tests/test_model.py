@@ -636,7 +636,7 @@ def test_template_may_be_one_of_a_list_or_a_file_of_its_own(tmp_path):
     ("{{ raise_exception('roles must\nalternate') }}", "roles must"), ("{% if %}", "template"),
     ("{{ 1 / 0 }}", "division"), ("{{ nobody.name }}", "nobody"), ("{{ messages.append(1) }}", "template"),
     (None, "template"), ([], "template"), ("{{ ''.__class__.__mro__ }}", "template"),
-    ([{"name": "rag", "template": "x"}], "template")])
+    ([{"name": "rag", "template": "x"}], "template"), ("\ud800", "template failed")])
 def test_template_that_fails_is_one_line(template, word, tmp_path):
     assert word in error_line(lambda: tokenizer_in(tmp_path, chat_template=template).chat(HELLO))
 
@@ -667,6 +667,10 @@ def test_no_token_is_added_even_where_the_file_would_add_one(tmp_path):
 def test_wrong_tokenizers_are_refused(tmp_path):
     assert "eos_token" in error_line(lambda: tokenizer_in(tmp_path, eos_token="<nothing>"))
     assert "ByteLevel" in error_line(lambda: tokenizer_in(tmp_path, lambda data: data.update(decoder=None)))
+    nothing = dict(model=dict(type="BPE", vocab={}, merges=[]), added_tokens=[])
+    assert "vocabulary is empty" in error_line(lambda: tokenizer_in(tmp_path, lambda data: data.update(nothing)))
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    assert "chat_template.jinja is not UTF-8" in error_line(lambda: tokenizer_in(tmp_path))
     line = error_line(lambda: Tokenizer(TOKENIZER, 1000))
     assert "151668" in line and "1000" in line
 
