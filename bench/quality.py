@@ -811,6 +811,8 @@ def chosen_methods(arguments):
             raise ValueError(f"--methods must be among {', '.join(by_name)}, not {name!r}")
     chosen = [by_name[name] for name in (by_name if arguments.methods is None else arguments.methods)]
     chosen += [custom(text) for text in arguments.tried]
+    if not chosen:
+        raise ValueError("--methods without a name needs --try")
     if arguments.command == "curve":
         return [replace(m, name=f"{m.name} @ {budget:g}", budget=budget) for m in chosen
                 for budget in arguments.budgets]
