@@ -207,6 +207,7 @@ class SlowFastMemory:
     `group` layers are selected for at once; with `overlap`, on a CUDA device, beside the next layers' work on a stream
     of their own. Raises ValueError if the full memory keeps fewer queries than the configuration asks for.
     """
+    every_row = False                   # of evidence is kept, also what no sequence is long enough for; a trace has it
 
     def __init__(self, model, full, config, overlap=True, group=None):
         c, on_gpu = model.config, full.keys.is_cuda
@@ -214,8 +215,9 @@ class SlowFastMemory:
         if full.ring.shape[2] < min(capacity, max(config.bootstrap_queries, config.evidence_queries)):
             raise ValueError(f"the full memory keeps {full.ring.shape[2]} queries, too few for bootstrap_queries = "
                              f"{config.bootstrap_queries} or evidence_queries = {config.evidence_queries}")
-        config = replace(config, sink=min(config.sink, capacity),
-                         evidence_queries=min(config.evidence_queries, capacity))   # older ones would see nothing
+        config = replace(config, sink=min(config.sink, capacity))
+        if not self.every_row:
+            config = replace(config, evidence_queries=min(config.evidence_queries, capacity))
         self.full, self.config, self.batch = full, config, batch
         self.rows = config.evidence_queries * c.num_attention_heads // heads        # R
         self.group = group or (self.best_group(batch * heads * self.rows * capacity) if on_gpu else 1)

@@ -13,7 +13,7 @@ import os
 import platform
 import re
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,13 +76,10 @@ class WatchedModel:
 
 class WatchedMemory(SlowFastMemory):
     """A SlowFastMemory that shows each selection's stages, computed once more, to `see`; one layer at a time."""
+    every_row = True
 
     def __init__(self, model, full, config, see):
         super().__init__(model, full, config, overlap=False, group=1)
-        if self.config.evidence_queries < config.evidence_queries:          # a trace has the rows that see nothing too
-            self.config = replace(self.config, evidence_queries=config.evidence_queries)
-            self.rows = config.evidence_queries * model.config.num_attention_heads // full.keys.shape[2]
-            self.logits = self.logits.new_empty(*self.logits.shape[:-2], self.rows, self.logits.shape[-1])
         self.see = see
 
     def edge(self, b, n):

@@ -167,6 +167,15 @@ def test_a_run_verifies_whatever_its_knobs(tmp_path_factory, lengths, knobs):
     assert report.code == 0, report
 
 
+def test_a_window_longer_than_the_sequence_has_all_its_rows(tmp_path):
+    knobs = dict(sink=2, recent=4, selected=5, refresh_interval=2, evidence_queries=99)
+    golden = replace(GOLDENS["paper"], lengths=[20], knobs=knobs)
+    record(tmp_path / "trace", golden)
+    tensors, _ = read(tmp_path / "trace")
+    assert tensors[trace.key(0, 2, 0, "evidence_logits")].shape[1] == 2 * 99
+    assert check(tmp_path / "trace", golden).code == 0
+
+
 @settings(max_examples=10, deadline=None, phases=[Phase.generate])
 @given(st.data())
 def test_any_part_of_a_right_trace_verifies(tmp_path_factory, data):
