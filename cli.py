@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -140,6 +141,16 @@ def one_line_errors():
         message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
         print("sfi: " + " ".join(message.split()), file=sys.stderr)
         sys.exit(2)
+
+
+@contextmanager
+def one_output(codes):
+    """Writing one file: if it fails, in one line, the others still come out; the exit code joins `codes`."""
+    try:
+        with one_line_errors():
+            yield
+    except SystemExit as failed:
+        codes.append(failed.code)
 
 
 @dataclass
@@ -305,6 +316,10 @@ def check_outputs(arguments):
             raise ValueError(f"{flag} {name!r} is not a file's name")
         if not path.parent.is_dir():
             raise ValueError(f"{path.parent} is not a folder")
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise ValueError(f"{flag} {name} cannot be written: {error.strerror}") from None
         if str(path) in taken:
             raise ValueError(f"{flag} {name} is {taken[str(path)]} too")
         taken[str(path)] = "the file of --plot"
@@ -371,8 +386,11 @@ def decode_and_report(model, full, logits, seconds, prompts, config, retain, arg
     if len(runs) == 2 and not interrupted:
         full.rewind(lengths)
         forced = [g.ids[:COMPARED] for g in runs["full"].generations]
-        faithful = fidelity.compare(model, SlowFastMemory(model, full, config), logits, config, forced,
-                                    runs["full"].reference, sentence_tokens(model))
+        try:
+            faithful = fidelity.compare(model, SlowFastMemory(model, full, config), logits, config, forced,
+                                        runs["full"].reference, sentence_tokens(model))
+        except KeyboardInterrupt:                                           # the texts' own numbers are still shown
+            interrupted = True
     if "sfi" in runs:
         print(described(arguments.preset, config, retain), file=sys.stderr)
     generations = {mode: r.generations for mode, r in runs.items()}
@@ -383,25 +401,28 @@ def decode_and_report(model, full, logits, seconds, prompts, config, retain, arg
         print(table(rows), file=sys.stderr)
     if interrupted:
         print("interrupted", file=sys.stderr)
+    codes = [130 if interrupted else 0]
     if arguments.trace and not interrupted:
-        traces.record(arguments.trace, model, arguments.model, prompts, config, arguments.max_new_tokens,
-                      arguments.trace_depth, arguments.trace_layers, arguments.trace_steps, sampling,
-                      preset=arguments.preset)
-        print(f"trace: {arguments.trace}", file=sys.stderr)
+        with one_output(codes):
+            traces.record(arguments.trace, model, arguments.model, prompts, config, arguments.max_new_tokens,
+                          arguments.trace_depth, arguments.trace_layers, arguments.trace_steps, sampling,
+                          preset=arguments.preset)
+            print(f"trace: {arguments.trace}", file=sys.stderr)
     if arguments.plot and not interrupted:
         full.rewind(lengths)
         ids = runs["sfi"].generations[0].ids
         if len(ids) < 3:
             print("no figure: fewer than 3 tokens were written", file=sys.stderr)
         else:
-            plot.draw(model, full, logits, config, ids, arguments.plot)
-            print(f"figure: {arguments.plot}", file=sys.stderr)
+            with one_output(codes):
+                plot.draw(model, full, logits, config, ids, arguments.plot)
+                print(f"figure: {arguments.plot}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"model": arguments.model, "device": str(model.device),
                           "dtype": str(model.dtype).removeprefix("torch."),
                           "preset": arguments.preset, "config": asdict(config), "retain": retain,
                           "sampling": asdict(sampling), "prompts": summaries}), file=sys.stderr)
-    return 130 if interrupted else 0
+    return max(codes)
 
 
 def main(argv=None):
@@ -409,6 +430,9 @@ def main(argv=None):
     sys.stderr = sys.stderr or open(os.devnull, "w")                        # closed: print would turn to stdout
     try:
         with one_line_errors():
+            if sys.stdout is None:
+                raise ValueError("standard output is closed")
+            sys.stdout.reconfigure(errors="backslashreplace")               # for what its encoding lacks
             code = work(parser().parse_args(argv))
             sys.stdout.flush()                                              # a full disk is noticed here
             return code

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import unicodedata
+import warnings
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from functools import cached_property
@@ -423,9 +424,10 @@ class Qwen3:
 def usable(device):
     """torch.device(device), or ValueError if this machine has no such device."""
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {str(device)!r} cannot be used: {first_line(error)}") from None
+        with warnings.catch_warnings(action="ignore"):                      # of names that torch no longer knows
+            return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(f"device {str(device)!r} cannot be used: {first_line(error).split('. ')[0]}") from None
 
 
 def first_line(error):
@@ -439,6 +441,8 @@ def load(directory, device="cpu", dtype=None, ops=None):
     Raises ValueError or FileNotFoundError, in one line, for whatever is missing, damaged, unlike the configuration or
     not supported: a returned model has every weight. Host memory holds one tensor beside the model. SPEC section 8.
     """
+    if usable(device).type == "meta":
+        raise ValueError("device 'meta' cannot be used: it has shapes and no numbers")
     folder = find_folder(directory)
     config = Config.load(folder / "config.json")
     tokenizer = Tokenizer(folder, config.vocab_size) if (folder / "tokenizer.json").exists() else None
@@ -575,7 +579,9 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.special_ids = {id for id, token in self.backend.get_added_tokens_decoder().items() if token.special}
-        size = 1 + max(self.backend.get_vocab().values())
+        size = 1 + max(self.backend.get_vocab().values(), default=-1)
+        if not size:
+            raise ValueError(f"{path}: the vocabulary is empty")
         self.vocab_size = vocab_size or size
         if size > self.vocab_size:
             raise ValueError(f"{path}: token id {size - 1} is beyond the model's vocab_size = {vocab_size}")
@@ -594,7 +600,10 @@ class Tokenizer:
 
         template, own_file = settings.get("chat_template"), folder / "chat_template.jinja"
         if own_file.exists():
-            template = own_file.read_text(encoding="utf-8")
+            try:
+                template = own_file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{own_file} is not UTF-8 text: {error.reason} at byte {error.start}") from None
         if type(template) is list:                                          # of named templates
             template = next((entry.get("template") for entry in template
                              if type(entry) is dict and entry.get("name") == "default"), None)
@@ -642,9 +651,11 @@ class Tokenizer:
         environment.globals.update(raise_exception=raise_exception,
                                    strftime_now=lambda format: datetime.now().strftime(format))
         try:
-            return environment.from_string(self.chat_template).render(
+            text = environment.from_string(self.chat_template).render(
                 **self.names, messages=messages, tools=None, documents=None, add_generation_prompt=True,
                 enable_thinking=thinking)
+            text.encode()                                                   # JSON can hold half a character
+            return text
         except Exception as error:  # a template is a program: it can fail in any way
             raise ValueError(f"the chat template failed: {first_line(error)}") from None
 

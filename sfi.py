@@ -10,9 +10,14 @@ Symbols: B sequences, T prompt tokens, N cached tokens with the step's own, L la
 D head dim, K selected tokens, C capacity. Step 0 is the end of prefill; step j takes the j-th generated token.
 """
 import operator
+import os
+import signal
 import sys
 import time
 from dataclasses import dataclass, field, fields, replace
+
+if __name__ == "__main__":              # Ctrl-C while libraries load, which may take it for a fault of their own
+    ctrl_c = signal.signal(signal.SIGINT, lambda *_: os._exit(print("interrupted", file=sys.stderr) or 130))
 
 import torch
 
@@ -202,14 +207,17 @@ class SlowFastMemory:
     `group` layers are selected for at once; with `overlap`, on a CUDA device, beside the next layers' work on a stream
     of their own. Raises ValueError if the full memory keeps fewer queries than the configuration asks for.
     """
+    every_row = False                   # of evidence is kept, also what no sequence is long enough for; a trace has it
 
     def __init__(self, model, full, config, overlap=True, group=None):
         c, on_gpu = model.config, full.keys.is_cuda
-        if full.ring.shape[2] < max(config.bootstrap_queries, config.evidence_queries):
+        layers, batch, heads, capacity, dim = full.keys.shape
+        if full.ring.shape[2] < min(capacity, max(config.bootstrap_queries, config.evidence_queries)):
             raise ValueError(f"the full memory keeps {full.ring.shape[2]} queries, too few for bootstrap_queries = "
                              f"{config.bootstrap_queries} or evidence_queries = {config.evidence_queries}")
-        layers, batch, heads, capacity, dim = full.keys.shape
         config = replace(config, sink=min(config.sink, capacity))
+        if not self.every_row:
+            config = replace(config, evidence_queries=min(config.evidence_queries, capacity))
         self.full, self.config, self.batch = full, config, batch
         self.rows = config.evidence_queries * c.num_attention_heads // heads        # R
         self.group = group or (self.best_group(batch * heads * self.rows * capacity) if on_gpu else 1)
@@ -530,27 +538,40 @@ class Generation:
     prefill_seconds: float = 0.0
 
 
+def check_count(name, value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+
+
+def check_ids(name, ids, vocabulary):
+    wrong = next((id for id in ids if not 0 <= id < vocabulary), None)
+    if wrong is not None:
+        raise ValueError(f"{name} holds token id {wrong}, outside the vocabulary of {vocabulary}")
+
+
 def read_prompts(model, prompts, config, max_new_tokens, chunk=None, progress=None):
     """Prefill a batch of id lists, after checking that all of it will fit -> FullMemory, logits [B, V], seconds.
 
-    Raises ValueError for an empty prompt, an id outside the vocabulary, or more tokens than the model has positions.
+    Raises ValueError for an empty prompt, an id outside the vocabulary, more tokens than the model has positions, or a
+    max_new_tokens or chunk that is no count.
     """
-    limit, vocabulary = model.config.max_position_embeddings, model.config.vocab_size
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+    limit = model.config.max_position_embeddings
+    check_count("max_new_tokens", max_new_tokens)
     for prompt in prompts or [[]]:
         if not prompt:
             raise ValueError("the prompt is empty")
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            raise ValueError(f"the prompt holds token id {max(prompt) if min(prompt) >= 0 else min(prompt)}, "
-                             f"outside the vocabulary of {vocabulary}")
+        check_ids("the prompt", prompt, model.config.vocab_size)
         if len(prompt) + max_new_tokens > limit:
             raise ValueError(f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the model's "
                              f"{limit} positions (max_position_embeddings)")
+    if chunk is not None:
+        check_count("chunk", chunk)
     begin = time.perf_counter()
     with torch.inference_mode():
-        memory = FullMemory(model, len(prompts), max(map(len, prompts)) + max_new_tokens,
-                            max(config.bootstrap_queries, config.evidence_queries))
+        capacity = max(map(len, prompts)) + max_new_tokens
+        # No window sees more than a sequence holds, which is at most 63 more: capacity is rounded up.
+        memory = FullMemory(model, len(prompts), capacity,
+                            min(max(config.bootstrap_queries, config.evidence_queries), capacity + 63))
         logits = prefill(model, memory, prompts, chunk, progress)
         if not logits.isfinite().all():                                     # waits for the device, as the clock needs
             raise ValueError("the model's logits are not finite: its weights are damaged or overflow in this dtype")
@@ -568,19 +589,31 @@ def generate(model, prompt_ids, config=SFIConfig(), mode="sfi", max_new_tokens=1
 
     mode "sfi" or "full". sentences and stop_ids default to what the model's tokenizer and configuration say; forced
     feeds given ids instead of drawing them: a list, or one per prompt, of at least max_new_tokens.
-    Raises ValueError as read_prompts, and for an unknown mode or too few forced ids. SPEC section 8.
+    Raises ValueError as read_prompts, and for an unknown mode or forced ids that are too few or none of the vocabulary;
+    TypeError for what is no list of ids. SPEC section 8.
     """
     if mode not in ("sfi", "full"):
         raise ValueError(f"mode must be sfi or full, not {mode!r}")
     # A tensor of one number has __len__ too.
-    batched = len(prompt_ids) > 0 and hasattr(prompt_ids[0], "__len__") and getattr(prompt_ids[0], "ndim", 1) > 0
+    batched = hasattr(prompt_ids, "__iter__") and any(
+        hasattr(row, "__len__") and getattr(row, "ndim", 1) > 0 for row in prompt_ids)
 
-    def lists(rows):
-        return rows if rows is None else [[operator.index(id) for id in row] for row in (rows if batched else [rows])]
+    def lists(name, rows):
+        try:
+            return [[operator.index(id) for id in row] for row in (rows if batched else [rows])]
+        except TypeError:
+            raise TypeError(f"{name} must hold token ids, a list or a list of lists as prompt_ids is") from None
 
-    prompts, forced = lists(prompt_ids), lists(forced)
-    if forced is not None and min(map(len, forced)) < max_new_tokens:
-        raise ValueError(f"forced holds {min(map(len, forced))} ids, fewer than max_new_tokens = {max_new_tokens}")
+    prompts = lists("prompt_ids", prompt_ids)
+    check_count("max_new_tokens", max_new_tokens)
+    if forced is not None:
+        forced = lists("forced", forced)
+        if len(forced) != len(prompts):
+            raise ValueError(f"forced has {len(forced)} rows for {len(prompts)} prompts")
+        for row in forced:
+            if len(row) < max_new_tokens:
+                raise ValueError(f"forced holds {len(row)} ids, fewer than max_new_tokens = {max_new_tokens}")
+            check_ids("forced", row, model.config.vocab_size)
     memory, logits, seconds = read_prompts(model, prompts, config, max_new_tokens, chunk)
     if mode == "full":
         config = replace(config, policy="always")
@@ -598,9 +631,6 @@ def generate(model, prompt_ids, config=SFIConfig(), mode="sfi", max_new_tokens=1
 
 
 if __name__ == "__main__":
-    try:
-        from cli import main
-        sys.exit(main())
-    except KeyboardInterrupt:                                               # while still importing
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    from cli import main
+    signal.signal(signal.SIGINT, ctrl_c)
+    sys.exit(main())

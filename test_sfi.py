@@ -14,7 +14,8 @@ import kernels
 import model as qwen3
 import sfi
 from selector import SelectorConfig
-from sfi import FullMemory, Sampling, SFIConfig, SlowFastMemory, Stepper, Trigger, decode, generate, prefill
+from sfi import (FullMemory, Sampling, SFIConfig, SlowFastMemory, Stepper, Trigger, decode, generate, prefill,
+                 read_prompts)
 
 GOLDEN = Path(__file__).parent / "golden"
 CHECKPOINTS = sorted(path.name for path in (GOLDEN / "qwen3").iterdir())
@@ -348,6 +349,14 @@ def test_a_huge_sink_reads_everything(tiny):
     assert run(tiny, ids(20), replace(SMALL, sink=10**12)).ids == run(tiny, ids(20), SMALL, mode="full").ids
 
 
+def test_windows_longer_than_the_sequence_see_all_of_it_and_cost_no_more(tiny):
+    whole, huge = (replace(SMALL, evidence_queries=n, bootstrap_queries=n) for n in (44, 2**20))
+    assert run(tiny, [ids(20)], huge)[0].ids == run(tiny, [ids(20)], whole)[0].ids
+    full, logits, _ = read_prompts(tiny, [ids(20)], huge, 24)
+    memory = SlowFastMemory(tiny, full, huge)
+    assert memory.ring.shape[2] <= 44 + 63 and memory.rows == 64 * 2
+
+
 def test_logits_that_are_not_finite_are_refused():
     model = qwen3.load(GOLDEN / "qwen3" / "dense-tied", dtype=torch.float32)
     model.norm[0] = float("nan")
@@ -378,6 +387,18 @@ def test_presets():
 def test_a_run_that_cannot_fit_is_refused_before_prefill(tiny, prompt, new, message):
     with pytest.raises(ValueError, match=message):
         generate(tiny, prompt, SMALL, max_new_tokens=new)
+
+
+@pytest.mark.parametrize("options", [
+    dict(forced=[[1, 2]]), dict(forced=[[1, 2], [1, 2], [1, 2]]), dict(forced=[1, 2]), dict(forced=[[1, 2], [1]]),
+    dict(forced=[[1, 2], [1, 512]]), dict(forced=[[-1, 2], [1, 2]]), dict(forced=[["a", 2], [1, 2]]), dict(forced=7),
+    dict(chunk=0), dict(chunk=-1), dict(chunk=2.0), dict(chunk=True), dict(max_new_tokens=True),
+    dict(max_new_tokens=2.0), dict(max_new_tokens="2"), dict(max_new_tokens=None), dict(prompt_ids="ab"),
+    dict(prompt_ids=["ab", "c"]), dict(prompt_ids=[1.5]), dict(prompt_ids=[[3], 4]), dict(prompt_ids=7)])
+def test_a_bad_argument_is_refused_by_name_before_any_compute(tiny, options, monkeypatch):
+    monkeypatch.setattr(tiny, "forward", None)
+    with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+        generate(tiny, **dict(prompt_ids=[[3], [4]], config=SMALL, max_new_tokens=2) | options)
 
 
 def test_an_unknown_mode_is_refused(tiny):

@@ -76,6 +76,7 @@ class WatchedModel:
 
 class WatchedMemory(SlowFastMemory):
     """A SlowFastMemory that shows each selection's stages, computed once more, to `see`; one layer at a time."""
+    every_row = True
 
     def __init__(self, model, full, config, see):
         super().__init__(model, full, config, overlap=False, group=1)
@@ -304,9 +305,12 @@ class Trace:
     def parse(self, text):
         """The JSON object in a string of the metadata."""
         try:
-            return dict(json.loads(text))
-        except (ValueError, TypeError, RecursionError):
-            raise self.error(f"metadata holds {text[:40]!r}, which is no JSON object") from None
+            values = json.loads(text)
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            raise self.error(f"metadata holds {text[:40]!r}, which is no JSON object")
+        return values
 
     def build(self, cls, values):
         """A configuration class from an object of the metadata, which must give each of its knobs."""
@@ -343,7 +347,10 @@ class Trace:
 
     def get(self, name):
         self.unread.discard(name)
-        return self.file.get_tensor(name)
+        value = self.file.get_tensor(name)
+        if value.dtype == torch.bool or value.is_complex() or value.is_floating_point() and value.itemsize == 1:
+            raise self.error(f"{name} has type {value.dtype}, which is no type for a trace")
+        return value
 
     def integers(self, name, count=None):
         """A list of whole numbers, `count` of them if that is given; None if the trace lacks it."""
@@ -364,6 +371,7 @@ class Trace:
             raise self.error(f"{name} has shape {list(value.shape)}, but should have {list(like.shape)}")
         if value.is_floating_point() != like.is_floating_point():
             raise self.error(f"{name} has type {value.dtype}, but should have one like {like.dtype}")
+        value = value if value.is_floating_point() else value.long()        # what can be an index
         bad = value.isnan() | value.isposinf()
         if not name.endswith((*SCORES, "evidence_logits")):
             bad |= value.isneginf()

@@ -5,7 +5,6 @@ memories do the same work. Nothing here is a test: times are the machine's. SPEC
 
     python bench/cpu.py                 the shipped checkpoint at 1K, 4K and 8K tokens: a table and one line of JSON
 """
-import argparse
 import json
 import multiprocessing
 import resource
@@ -22,6 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tiny")]
 
 import model as qwen3
 import text
+from cli import Parser
 from sfi import SFIConfig, SlowFastMemory, Stepper, decode, read_prompts, sentence_tokens
 
 
@@ -60,9 +60,13 @@ def measure(folder, length, new, threads, preset, retain):
     """All numbers at one prompt length, as a dict."""
     torch.set_num_threads(threads)
     model = qwen3.load(folder, dtype=torch.float32)
+    if model.tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer.json")
     document = text.make_document(500_000, length + new, "scattered", questions=8)
     ids = model.tokenizer.encode(document.text)
     prompt, forced = ids[:length], ids[length : length + new]
+    if len(forced) < new:
+        raise ValueError(f"--lengths: no document has {length} tokens and {new} to feed after them")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = SFIConfig.preset(preset, selected=round(retain * length))
     full, logits, seconds = read_prompts(model, [prompt], config, len(forced))
@@ -82,7 +86,7 @@ def measure(folder, length, new, threads, preset, retain):
 
 
 def main(argv=None):
-    p = argparse.ArgumentParser(description="Speed and memory of full KV and SFI on a CPU, at batch 1 in fp32.")
+    p = Parser(description="Speed and memory of full KV and SFI on a CPU, at batch 1 in fp32.")
     p.add_argument("--model", default="tiny", help="folder (default: the shipped checkpoint)")
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
     p.add_argument("--new-tokens", type=int, default=128)
@@ -94,6 +98,8 @@ def main(argv=None):
     if min(*a.lengths, a.new_tokens - 63, a.threads) < 1 or not 0 <= a.retain <= 1:
         raise ValueError("--lengths and --threads must be at least 1, --new-tokens at least 64 (a slow step is due by "
                          "then), --retain from 0 to 1")
+    if not a.output.endswith(".json") or not Path(a.output).parent.is_dir():
+        raise ValueError(f"--output must be FILE.json, its table FILE.md, in a folder that is there, not {a.output!r}")
     folder = str(ROOT / "tiny") if a.model == "tiny" else a.model
     rows = []
     for length in a.lengths:

@@ -12,7 +12,6 @@ of how a selection is made or a model computed. Paper: its quality section. SPEC
     python bench/quality.py file [FILE.jsonl]           lines in the shape of LongBench or LongBench v2
 Finished cells of case and method are kept in --output and not computed again.
 """
-import argparse
 import hashlib
 import json
 import math
@@ -41,6 +40,7 @@ import model as qwen3
 import plot
 import selector
 import text
+from cli import Parser
 from fidelity import Probe
 from kernels import publish_torch
 from selector import SelectorConfig, support
@@ -248,11 +248,18 @@ def needle(model, length, depth, seed, haystack=None):
                        lambda written: {"free_right": (float(key in written), 1)})
 
 
+def read(name):
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
 def text_cases(model, files, lengths, count):
     """The end of each text: `count` tokens forced after a prompt of each length."""
     cases = []
     for name in files:
-        ids = model.tokenizer.encode(Path(name).read_text(encoding="utf-8"))
+        ids = model.tokenizer.encode(read(name))
         for length in lengths:
             if len(ids) < length + count:
                 raise ValueError(f"{name} has {len(ids)} tokens, fewer than {length} + {count}")
@@ -504,7 +511,11 @@ class Results:
         self.path, self.settings, self.cells = Path(path), settings, {}
         self.methods = {m.name: m.described() for m in methods}
         if self.path.exists():
-            old = json.loads(self.path.read_text())
+            try:
+                old = json.loads(self.path.read_text())
+                old = {name: dict(old[name]) for name in ("settings", "methods", "cells")}
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{path} exists and holds no results: give another --output") from None
             for mine, theirs in ((self.settings, old["settings"]), (self.methods, old["methods"])):
                 for name in mine.keys() & theirs.keys():
                     if json.loads(json.dumps(mine[name])) != theirs[name]:
@@ -701,7 +712,7 @@ def why_report(found):
 # Command line
 
 def parser():
-    p = argparse.ArgumentParser(description="Quality of SFI beside full KV and its controls.", allow_abbrev=False)
+    p = Parser(description="Quality of SFI beside full KV and its controls.", allow_abbrev=False)
     p.add_argument("command", choices=("methods", "curve", "needle", "doubt", "why", "text", "file"))
     p.add_argument("files", nargs="*",
                    help="text: texts; file: JSONL, by default lines made of chronicles; needle: a text to "
@@ -736,6 +747,8 @@ def check_ranges(a):
     """ValueError for a number that no run can use, before anything is loaded."""
     if a.output and not a.output.endswith(".json"):
         raise ValueError(f"--output must end in .json, for the table goes to the same name with .md, not {a.output!r}")
+    if a.output and not Path(a.output).parent.is_dir():
+        raise ValueError(f"{Path(a.output).parent} is not a folder")
     for flag, numbers, low, high in (
             ("--lengths", a.lengths, 1, math.inf), ("--documents", [a.documents], 1, math.inf),
             ("--forced", [a.forced], 2, math.inf), ("--max-new-tokens", [a.max_new_tokens], 1, math.inf),
@@ -754,6 +767,8 @@ def prepared(argv):
     arguments = parser().parse_args(argv)
     model = qwen3.load(ROOT / "tiny" if arguments.model == "tiny" else arguments.model, arguments.device,
                        getattr(torch, arguments.dtype))
+    if model.tokenizer is None:
+        raise ValueError(f"{arguments.model} has no tokenizer.json")
     return model, *chosen_cases(model, arguments), chosen_methods(arguments)
 
 
@@ -796,6 +811,8 @@ def chosen_methods(arguments):
             raise ValueError(f"--methods must be among {', '.join(by_name)}, not {name!r}")
     chosen = [by_name[name] for name in (by_name if arguments.methods is None else arguments.methods)]
     chosen += [custom(text) for text in arguments.tried]
+    if not chosen:
+        raise ValueError("--methods without a name needs --try")
     if arguments.command == "curve":
         return [replace(m, name=f"{m.name} @ {budget:g}", budget=budget) for m in chosen
                 for budget in arguments.budgets]
@@ -806,7 +823,7 @@ def read_lines(files):
     """The objects of some JSONL files. Raises ValueError, naming file and line, for what is none."""
     lines = []
     for name in files:
-        for number, line in enumerate(Path(name).read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(read(name).splitlines(), 1):
             if line.strip():
                 try:
                     lines.append(json.loads(line))
@@ -830,7 +847,7 @@ def chosen_cases(model, arguments):
                  for i, line in enumerate(lines)]
         return cases, sorted({case.group for case in cases})
     if a.command == "needle":
-        haystack = Path(a.files[0]).read_text(encoding="utf-8") if a.files else None
+        haystack = read(a.files[0]) if a.files else None
         return [needle(model, length, depth, a.seed + i, haystack) for length in a.lengths for depth in a.depths
                 for i in range(a.documents)], groups
     return documents(model, a.lengths, a.documents, a.seed), groups

@@ -3,6 +3,7 @@
 Runs that must show separation of streams, signals and imports are subprocesses; the rest call cli.main.
 """
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -174,6 +175,14 @@ def test_a_broken_pipe_is_no_traceback(prompt):
     assert process.wait() == 1 and "Traceback" not in err and "Error" not in err
 
 
+def test_text_that_the_output_s_encoding_lacks_is_escaped(prompt):
+    flags = "--prompt", prompt, "--max-new-tokens", "60", "--mode", "sfi", "--device", "cpu", "--temperature", "99"
+    code, out, err = shell(*flags, env=os.environ | {"PYTHONIOENCODING": "utf-8"})
+    assert code == 0 and not out.isascii(), err
+    code, plain, err = shell(*flags, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert code == 0 and plain == out.encode("ascii", "backslashreplace").decode(), err
+
+
 def test_ctrl_c_ends_with_what_was_written(prompt):
     process = start("--prompt", prompt, "--max-new-tokens", "15000", "--mode", "full", "--device", "cpu",
                     "--temperature", "2")
@@ -183,6 +192,22 @@ def test_ctrl_c_ends_with_what_was_written(prompt):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out.endswith(b"\n")
     assert "interrupted" in err.decode() and "tokens/s" in err.decode() and "Traceback" not in err.decode()
+
+
+def test_ctrl_c_while_libraries_load(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise ImportError")
+    assert shell("--help", env=os.environ | {"PYTHONPATH": str(tmp_path)}) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("place, kept", [("fidelity.compare", "KV read"), ("traces.save", "kept mass")])
+def test_ctrl_c_after_the_texts_keeps_their_numbers(capsys, prompt, tmp_path, monkeypatch, place, kept):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(f"cli.{place}", interrupt)
+    trace = tmp_path / "trace"
+    assert cli.main(["--prompt", str(prompt), "--max-new-tokens", "3", "--device", "cpu", "--trace", str(trace)]) == 130
+    out, err = capsys.readouterr()
+    assert "SFI" in out and kept in err and err.endswith("\ninterrupted\n") and not trace.exists()
 
 
 def refused(capsys, arguments, *words):
@@ -219,7 +244,9 @@ def test_a_prompt_that_is_missing_or_a_folder(capsys, tmp_path):
     (["--top-k", "-1"], ["top_k"]),
     (["--top-p", "0"], ["top_p"]), (["--min-p", "2"], ["min_p"]), (["--max-new-tokens", "0"], ["max_new_tokens", "0"]),
     (["--max-new-tokens", "99999"], ["99999", "16384"]), (["--chat", "--raw"], ["--raw", "--chat"]),
-    (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]), (["--bogus"], ["--bogus"]),
+    (["--no-thinking"], ["--no-thinking", "--chat"]), (["--device", "tpux"], ["tpux"]),
+    (["--device", "meta"], ["meta"]),
+    (["--bogus"], ["--bogus"]),
     (["--model", "/nowhere"], ["/nowhere"]), (["--sink", "two"], ["--sink", "two"]), (["--mode", "half"], ["half"]),
     (["--sin", "2"], ["--sin"]), (["--trace", "/nowhere/t"], ["/nowhere"]),
     (["--trace-layers", "3"], ["--trace-layers", "A:B"]),
@@ -238,6 +265,27 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(capsys, prom
                         (["--trace-steps", "0:3"], "need --trace")):
         refused(capsys, ["--prompt", prompt, *flags], word)
     assert prompt.read_text()
+
+
+@pytest.mark.parametrize("broken", [{"traces.record"}, {"plot.draw"}, {"traces.record", "plot.draw"}])
+def test_an_output_that_fails_costs_no_other(capsys, prompt, tmp_path, monkeypatch, broken):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device", "here")
+    monkeypatch.setattr("plot.check_ending", lambda *_: None)               # which needs matplotlib
+    monkeypatch.setattr("plot.draw", lambda *arguments: Path(arguments[-1]).write_text("drawn"))
+    for place in broken:
+        monkeypatch.setattr(place.replace("traces", "trace"), fail)
+    trace, figure = tmp_path / "t.safetensors", tmp_path / "t.png"
+    assert cli.main(["--prompt", str(prompt), "--mode", "sfi", "--max-new-tokens", "4", "--device", "cpu", "--json",
+                     "--trace", str(trace), "--plot", str(figure)]) == 2
+    err = capsys.readouterr().err
+    assert (trace.exists(), figure.exists()) == ("traces.record" not in broken, "plot.draw" not in broken)
+    assert err.count("sfi: here: No space left on device\n") == len(broken) and json.loads(err.splitlines()[-1])
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that takes no file")
+def test_a_folder_that_takes_no_file_is_refused_before_the_work(capsys, prompt):
+    refused(capsys, ["--prompt", prompt, "--trace", "/proc/x"], "--trace /proc/x cannot be written")
 
 
 def test_a_link_and_a_mode_outlive_a_new_trace(prompt, tmp_path):
@@ -290,12 +338,15 @@ def test_a_template_that_raises(capsys, prompt, checkpoint):
 @pytest.mark.parametrize("program, argv, said", [
     ("plot.py", ["--output", "x.xyz"], "--output must end in"),
     ("plot.py", ["--documents", "0"], "--documents must be"),
-    ("bench/cpu.py", ["--lengths", "0"], "--lengths and"), ("bench/cpu.py", ["--retain", "-1"], "--retain from 0 to 1"),
+    ("bench/cpu.py", ["--lengths", "0"], "--lengths and"), ("bench/cpu.py", ["--lengths", "x"], "--lengths"),
+    ("bench/cpu.py", ["--output", "x.md"], "FILE.json"), ("bench/cpu.py", ["--lengths", "99999"], "no document"),
+    ("bench/cpu.py", ["--model", "golden/qwen3/dense-tied"], "has no tokenizer.json"),
+    ("bench/quality.py", ["best"], "invalid choice"), ("bench/cpu.py", ["--retain", "-1"], "--retain from 0 to 1"),
     ("golden/make_traces.py", ["nope"], "not 'nope'")])
 def test_the_other_programs_refuse_in_one_line_too(program, argv, said):
     if program == "plot.py":
         pytest.importorskip("matplotlib")
-    run = subprocess.run([sys.executable, ROOT / program, *argv], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, ROOT / program, *argv], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 1 and run.stdout == "" and said in run.stderr and run.stderr.count("\n") == 1
 
 
@@ -303,6 +354,8 @@ def test_standard_streams_that_are_closed_or_full():
     command = f"{sys.executable} {ROOT / 'sfi.py'} --model {ROOT / 'tiny'} --device cpu --mode sfi --max-new-tokens 3"
     closed = subprocess.run(f"{command} --prompt - <&-", shell=True, capture_output=True, text=True)
     assert closed.returncode == 2 and closed.stderr == "sfi: standard input is closed\n"
+    closed = subprocess.run(f"echo once | {command} --prompt - >&-", shell=True, stderr=subprocess.PIPE, text=True)
+    assert closed.returncode == 2 and closed.stderr == "sfi: standard output is closed\n"
     no_stderr = subprocess.run(f"echo once | {command} --prompt - --json 2>&-", shell=True, capture_output=True,
                                text=True)
     assert no_stderr.returncode == 0 and "tokens/s" not in no_stderr.stdout

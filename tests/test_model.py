@@ -510,8 +510,9 @@ def test_hub_id_is_fetched_and_no_network_is_one_clear_line(tmp_path, monkeypatc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA card")
 def test_device_that_is_not_there_is_refused():
-    for device in ("cuda", "nonsense"):
+    for device in ("cuda", "nonsense", "hpu"):
         assert device in error_line(lambda: Qwen3(small(), device))
+    assert "meta" in error_line(lambda: load(DENSE[0], "meta"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux to tell the peak")
@@ -635,7 +636,7 @@ def test_template_may_be_one_of_a_list_or_a_file_of_its_own(tmp_path):
     ("{{ raise_exception('roles must\nalternate') }}", "roles must"), ("{% if %}", "template"),
     ("{{ 1 / 0 }}", "division"), ("{{ nobody.name }}", "nobody"), ("{{ messages.append(1) }}", "template"),
     (None, "template"), ([], "template"), ("{{ ''.__class__.__mro__ }}", "template"),
-    ([{"name": "rag", "template": "x"}], "template")])
+    ([{"name": "rag", "template": "x"}], "template"), ("\ud800", "template failed")])
 def test_template_that_fails_is_one_line(template, word, tmp_path):
     assert word in error_line(lambda: tokenizer_in(tmp_path, chat_template=template).chat(HELLO))
 
@@ -666,6 +667,10 @@ def test_no_token_is_added_even_where_the_file_would_add_one(tmp_path):
 def test_wrong_tokenizers_are_refused(tmp_path):
     assert "eos_token" in error_line(lambda: tokenizer_in(tmp_path, eos_token="<nothing>"))
     assert "ByteLevel" in error_line(lambda: tokenizer_in(tmp_path, lambda data: data.update(decoder=None)))
+    nothing = dict(model=dict(type="BPE", vocab={}, merges=[]), added_tokens=[])
+    assert "vocabulary is empty" in error_line(lambda: tokenizer_in(tmp_path, lambda data: data.update(nothing)))
+    (tmp_path / "chat_template.jinja").write_bytes(b"caf\xe9")
+    assert "chat_template.jinja is not UTF-8" in error_line(lambda: tokenizer_in(tmp_path))
     line = error_line(lambda: Tokenizer(TOKENIZER, 1000))
     assert "151668" in line and "1000" in line
 

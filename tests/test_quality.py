@@ -356,10 +356,16 @@ def test_results_of_other_inputs_are_never_handed_out(tmp_path, capsys):
     (["file", "empty.jsonl"], "no lines"), (["file", "list.jsonl"], "list.jsonl, line 1: no JSON object"),
     (["text"], "needs a file"), (["text", "empty.jsonl", "--lengths", "-64"], "--lengths must be"),
     (["needle", "--depths", "nan"], "--depths must be"), (["methods", "--documents", "0"], "--documents must be"),
-    (["methods", "--output", "x.md"], "must end in .json")])
+    (["methods", "--output", "x.md"], "must end in .json"), (["methods", "--output", "none/x.json"], "not a folder"),
+    (["methods", "--output", "empty.jsonl.json"], "holds no results"), (["best"], "invalid choice: 'best'"),
+    (["methods", "--methods"], "needs --try"),
+    (["text", "odd.txt"], "odd.txt is not UTF-8"), (["methods", "--lengths", "x"], "--lengths"),
+    (["methods", "--model", str(ROOT / "golden" / "qwen3" / "dense-tied")], "has no tokenizer.json")])
 def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, argv, said):
     monkeypatch.chdir(tmp_path)
     Path("empty.jsonl").write_text("\n")
     Path("list.jsonl").write_text("[1]\n")
+    Path("empty.jsonl.json").write_text("{}")
+    Path("odd.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=said):
         quality.main(argv)

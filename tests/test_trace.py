@@ -157,7 +157,7 @@ def test_other_dtypes_verify_within_their_tolerance(dtype, tmp_path):
 @given(lengths=st.lists(st.sampled_from([1, 2, 5, 20, 40]), min_size=1, max_size=3), knobs=st.fixed_dictionaries(dict(
     sink=st.sampled_from([0, 1, 4]), recent=st.sampled_from([0, 1, 8, 30]), selected=st.sampled_from([0, 1, 5, 40]),
     refresh_interval=st.integers(0, 9), min_gap=st.integers(0, 3), policy=st.sampled_from(sfi.POLICIES),
-    evidence_queries=st.sampled_from([1, 2, 8]), bootstrap_queries=st.sampled_from([1, 3, 16]),
+    evidence_queries=st.sampled_from([1, 2, 8, 99]), bootstrap_queries=st.sampled_from([1, 3, 999]),
     doubt=st.sampled_from([0, 0.2, 0.9]), alpha=st.sampled_from([0, 0.5, 2]), spread=st.sampled_from([0, 1, 8]))))
 def test_a_run_verifies_whatever_its_knobs(tmp_path_factory, lengths, knobs):
     path = tmp_path_factory.mktemp("knobs") / "trace"
@@ -165,6 +165,15 @@ def test_a_run_verifies_whatever_its_knobs(tmp_path_factory, lengths, knobs):
     record(path, golden)
     report = check(path, golden)
     assert report.code == 0, report
+
+
+def test_a_window_longer_than_the_sequence_has_all_its_rows(tmp_path):
+    knobs = dict(sink=2, recent=4, selected=5, refresh_interval=2, evidence_queries=99)
+    golden = replace(GOLDENS["paper"], lengths=[20], knobs=knobs)
+    record(tmp_path / "trace", golden)
+    tensors, _ = read(tmp_path / "trace")
+    assert tensors[trace.key(0, 2, 0, "evidence_logits")].shape[1] == 2 * 99
+    assert check(tmp_path / "trace", golden).code == 0
 
 
 @settings(max_examples=10, deadline=None, phases=[Phase.generate])
@@ -422,6 +431,10 @@ BAD = {
     "minus infinity": (lambda t, m: (t | {Q: t[Q] - math.inf}, m), "q is -inf at [0, 0, 0]"),
     "a wrong shape": (lambda t, m: (t | {Q: t[Q][0]}, m), "q has shape [4, 32], but should have [1, 4, 32]"),
     "a wrong type": (lambda t, m: (t | {Q: t[Q].int()}, m), "q has type torch.int32"),
+    "a type without infinity": (lambda t, m: (t | {Q: t[Q].to(torch.float8_e4m3fn)}, m), "type torch.float8"),
+    "complex ids": (lambda t, m: (t | {"sequence.0.ids": t["sequence.0.ids"].to(torch.complex64)}, m), "complex64"),
+    "a prompt of truth values": (lambda t, m: (t | {"sequence.0.prompt": t["sequence.0.prompt"] > 9}, m), "torch.bool"),
+    "config of pairs": (lambda t, m: (t, {**m, "config": "[[1, 2]]"}), "no JSON object"),
     "steps too few": (lambda t, m: (t | {"sequence.0.edge": t["sequence.0.edge"][1:]}, m), "should have shape [24]"),
     "reason unknown": (lambda t, m: (t | {"sequence.0.reason": t["sequence.0.reason"] + 4}, m), "reason is 6 at [6]"),
     "an id too large": (lambda t, m: (t | {"sequence.0.ids": t["sequence.0.ids"] + 512}, m),
@@ -439,6 +452,13 @@ def test_what_cannot_be_compared_is_refused_in_one_line(case, tmp_path):
     with pytest.raises(ValueError) as caught:
         check(tmp_path / "trace", GOLDENS["paper"])
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint32])
+def test_positions_may_have_any_integer_type(dtype, tmp_path):
+    tensors, meta = read(TRACES / "paper.safetensors")
+    save_file({n: t.to(dtype) if n.endswith("positions") else t for n, t in tensors.items()}, tmp_path / "trace", meta)
+    assert check(tmp_path / "trace", GOLDENS["paper"]).code == 0
 
 
 def test_a_truncated_file_is_refused(tmp_path):

@@ -473,6 +473,8 @@ def main():
     args = parser.parse_args()
     if args.tokenizer:
         write_tokenizer()
+    elif not args.out:
+        parser.error("--tokenizer or --out DIR is needed")
     else:
         args.out.mkdir(parents=True, exist_ok=True)
         train(args)
