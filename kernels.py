@@ -945,8 +945,8 @@ def spread_kernel(scores, plan, out, extent, sink, recent, B, G, C, blocks, REAC
 
 @jit
 def sortable(score):
-    """A score's bits as an integer that orders as scores do: -0 as 0."""
-    score = tl.where(score == 0, 0.0, score)
+    """A score's bits as an integer that orders as scores do."""
+    score += 0.0                                                            # -0 + 0 is 0
     if score.dtype == tl.float64:
         bits = score.to(tl.int64, bitcast=True)
         return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
@@ -1024,9 +1024,9 @@ def narrow_kernel(scores, extent, plan, state, next_state, counts, next_counts, 
         if (wanted < held) & (here > 0):
             at = part * PART + tl.arange(0, PART)
             key = sortable(tl.load(scores + cell * C + at, mask=at < C, other=float("-inf")))
-            bracketed = (low.to(key.dtype) <= key) & (key <= last.to(key.dtype)) & (lo <= at) & (at < hi)
-            beyond = (key - low.to(key.dtype)).to(tl.uint32 if key.dtype == tl.int32 else tl.uint64, bitcast=True)
-            bins = tl.histogram((beyond >> shift).to(tl.int32), 32, mask=bracketed)
+            unsigned = tl.uint32 if key.dtype == tl.int32 else tl.uint64
+            beyond = (key - low.to(key.dtype)).to(unsigned, bitcast=True)   # a key below low comes out beyond last
+            bins = tl.histogram((beyond >> shift).to(tl.int32), 32, mask=beyond <= (last - low).to(unsigned))
             tl.store(its_own, bins)
             tl.atomic_add(next_counts + cell * 32 + bin, bins)
 
@@ -1050,7 +1050,7 @@ def choose_kernel(scores, plan, state, tally, positions, sink, recent, B, G, C, 
     equal = tl.sum(tl.load(tally + (cell * parts + p) * 2 + 1, mask=p < part, other=0))
     at = part * PART + tl.arange(0, PART)
     key = sortable(tl.load(scores + cell * C + at, mask=at < C, other=float("-inf")))
-    keep = (wanted > 0) & (lo <= at) & (at < hi) & (low.to(key.dtype) <= key)
+    keep = (wanted > 0) & (low.to(key.dtype) <= key)
     if wanted < held:                                                       # of equal scores, not all
         ties = keep & (key <= last.to(key.dtype))
         keep = keep & ((key > last.to(key.dtype)) | (equal + tl.cumsum(ties.to(tl.int32), 0) <= wanted))
@@ -1144,8 +1144,8 @@ def scores_triton(logits, lse, key_norms, plan, sink, recent, config):
 def top_triton(scores, extent, plan, sink, recent, positions):
     """Write the K best candidates of each KV head's slow rows, ascending, into positions [n, B, G, K] int64.
 
-    scores [n, B, G, C] float32 or float64, of which only candidates are looked at; extent [n, B, G, blocks, 2], the
-    least and the largest of them, block by block.
+    scores [n, B, G, C] float32 or float64, finite for candidates and -inf for all else; extent [n, B, G, blocks, 2], the
+    candidates' least and largest, block by block.
     """
     n, B, G, C = scores.shape
     part, bits, cells, blocks = 4096, 8 * scores.element_size(), n * B * G, extent.shape[3]

@@ -131,9 +131,9 @@ for tile in ((128, 4, 3, 132), (64, 4, 3, 264)):
 for B, N in ((1, 8192), (1, 131072), (4, 131072), (8, 131072)):
     attend_case("dense+logits", B, N, logits=torch.bfloat16)
     attend_case("dense+8 queries", B, N, logits=torch.bfloat16, queries=8)
-for tile in (None, (64, 4, 3, 264), (64, 8, 3, 264), (64, 8, 3, 132), (32, 4, 3, 264), (128, 8, 3, 132)):
-    attend_case("dense+logits 4B", 1, 131072, tile, logits=torch.bfloat16, heads=32)
-    attend_case("dense+8 queries 4B", 1, 131072, tile, logits=torch.bfloat16, queries=8, heads=32)
+for tile, B in itertools.product((None, (64, 4, 3, 264), (64, 4, 3, 528), (64, 4, 3, 1056), (64, 4, 3, 2112)), (1, 6)):
+    attend_case("dense+logits 4B", B, 131072, tile, logits=torch.bfloat16, heads=32)
+    attend_case("dense+8 queries 4B", B, 131072, tile, logits=torch.bfloat16, queries=8, heads=32)
 for B in (1, 4, 6, 8):
     attend_case("fast", B, 8192, fast=True)
     for tile in ((64, 4, 3, 264), (32, 4, 3, 256), (32, 2, 3, 528), (128, 4, 3, 132)):

@@ -300,7 +300,7 @@ def test_the_best_are_found_among_ties_and_across_parts(device, dtype):
     scores[:, :, 4] = scores[:, :, 4].exp() * 1e30                          # of all sizes
     extent = scores.new_empty(1, len(plan), 5, 2, 2)
     for b, (_, _, end, _) in enumerate(plan):
-        scores[:, b, :, :sink], scores[:, b, :, max(end - recent, 0) :] = NAN, NAN
+        scores[:, b, :, :sink], scores[:, b, :, max(end - recent, 0) :] = NEVER, NEVER
         for block, part in enumerate(scores[0, b, :, sink : max(end - recent, sink)].tensor_split(2, -1)):
             extent[0, b, :, block] = torch.stack([part.amin(-1), part.amax(-1)], -1) if part.shape[-1] else (
                 torch.tensor([-NEVER, NEVER]))
