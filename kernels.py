@@ -70,15 +70,26 @@ def early(device):
 
 
 @jit
-def take_turn(EARLY: tl.constexpr):
+def wait_turn(EARLY: tl.constexpr):
     """Programmatic dependent launch: a program may be placed on the card while the kernel before it still drains.
 
-    So it first waits until that kernel has finished and all it wrote can be seen, and only then lets the next kernel's
-    programs be placed. That hides the launch of a step's many small kernels.
+    So it begins by waiting until that kernel has finished and all it wrote can be seen.
     """
     if EARLY:
         gdc_wait()
+
+
+@jit
+def pass_turn(EARLY: tl.constexpr):
+    """Let the next kernel's programs be placed once all of this one's have come here."""
+    if EARLY:
         gdc_launch_dependents()
+
+
+@jit
+def take_turn(EARLY: tl.constexpr):
+    wait_turn(EARLY)
+    pass_turn(EARLY)
 
 
 @jit
@@ -149,7 +160,7 @@ def reduce_linear_kernel(x, weight, norm, residual, out, eps, x_stride, M, O, I:
     The norm's factor is the same for a whole row, so it is found on the way and multiplied in last; the normed row is
     never rounded. With GATED the weight holds gate and up, [2 O, I], and the result is silu(gate) * up.
     """
-    take_turn(EARLY)
+    wait_turn(EARLY)
     m = tl.arange(0, ROWS)[:, None, None]
     o = tl.arange(0, BLOCK_O)[None, :, None]
     i = tl.arange(0, BLOCK_I)[None, None, :]
@@ -168,6 +179,7 @@ def reduce_linear_kernel(x, weight, norm, residual, out, eps, x_stride, M, O, I:
         if GATED:
             up = weight + tl.cast(O, tl.int64) * I
             total_up += row * tl.load(up + o * I + start + i, mask=inside, other=0)
+    pass_turn(EARLY)
     y, y_up = tl.sum(total, 2), tl.sum(total_up, 2)                         # [ROWS, BLOCK_O]
     if norm is not None:
         factor = tl.rsqrt(tl.sum(squares, 2) / I + eps)
@@ -181,7 +193,7 @@ def reduce_linear_kernel(x, weight, norm, residual, out, eps, x_stride, M, O, I:
 def dot_linear_kernel(x, weight, residual, out, x_stride, M, O, I: tl.constexpr, GATED: tl.constexpr,
                       ROWS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, EARLY: tl.constexpr):
     """A linear layer for few rows on the matrix units: as reduce_linear_kernel, with the rows padded to ROWS = 16."""
-    take_turn(EARLY)
+    wait_turn(EARLY)
     m, o, i = tl.arange(0, ROWS), tl.arange(0, BLOCK_O), tl.arange(0, BLOCK_I)
     first = tl.program_id(0) * BLOCK_O
     weight += first.to(tl.int64) * I
@@ -197,6 +209,7 @@ def dot_linear_kernel(x, weight, residual, out, x_stride, M, O, I: tl.constexpr,
             up = weight + tl.cast(O, tl.int64) * I
             tile = tl.load(up + o[:, None] * I + start + i[None, :], mask=inside, other=0)
             total_up = tl.dot(tile, rows, total_up, input_precision="ieee")
+    pass_turn(EARLY)
     if GATED:
         total = total * tl.sigmoid(total) * total_up
     finish_linear(total, residual, out, m[None, :], first + o[:, None], M, O)
