@@ -1,9 +1,10 @@
 """Compiles what the launchers launch, for sm_80, sm_90 and sm_100, on a machine without a GPU.
 
-Prints registers, spills and shared memory of every kernel; exit code 1 if one spills more than SPILLS bytes or takes
-more shared memory than its card has. Run: python tests/compile_kernels.py [--all]
+Prints registers, spills and shared memory of every kernel; exit code 1 if one spills in its loop over tiles, or
+more than SPILLS bytes anywhere, or takes more shared memory than its card has. Run: python tests/compile_kernels.py [--all]
 """
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 import kernels
 from selector import SelectorConfig
 
-SPILLS = 192                                                                # outside the loops, they cost nothing
+SPILLS = 512                                                                # outside the loop over tiles, they cost nothing
 CARDS = {80: (108, 166912), 90: (132, 232448), 100: (148, 232448)}          # A100, H200, B200
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -74,14 +75,34 @@ def step(dtype, heads, kv_heads, dim, hidden, mlp, queries=1, rows=1):
                 *compact)
 
 
-def usage(kernel):
-    """(registers, bytes spilled, bytes of shared memory) of a compiled kernel."""
+def cuobjdump(kernel, what):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        line = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loops(code):
+    """Loads and stores of spilled registers in the innermost loops that use the matrix units.
+
+    A loop is what lies between a branch and an earlier place that it goes to. Rare cases stand behind all else and also
+    go back, but into the middle of loops: what crosses a shorter such piece is no loop.
+    """
+    code = [(int(at, 16), line) for at, line in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", code)]
+    branches = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", line)) for at, line in code]
+    loops = [(int(to[1], 16), at) for at, to in branches if to and int(to[1], 16) < at]
+    loops = [(a, z) for a, z in loops if not any((a < b < z < y or b < a < y < z) and y - b < z - a for b, y in loops)]
+    innermost = [(a, z) for a, z in loops if not any(a <= b and y <= z and (a, z) != (b, y) for b, y in loops)]
+    bodies = (" ".join(line for at, line in code if a <= at <= z) for a, z in innermost)
+    return sum(len(re.findall(r"\b(?:LDL|STL)\b", body)) for body in bodies if "MMA" in body)
+
+
+def usage(kernel):
+    """(registers, bytes spilled, spills in loops over tiles, bytes of shared memory) of a compiled kernel."""
+    line = cuobjdump(kernel, "-res-usage")
     parts = dict(part.split(":") for part in line.split() if part.count(":") == 1 and part.split(":")[1].isdigit())
-    return int(parts["REG"]), int(parts["STACK"]) + int(parts["LOCAL"]), kernel.metadata.shared
+    spilled = int(parts["STACK"]) + int(parts["LOCAL"])
+    return int(parts["REG"]), spilled, spilled and spills_in_loops(cuobjdump(kernel, "-sass")), kernel.metadata.shared
 
 
 def main():
@@ -94,8 +115,9 @@ def main():
         kernels.early = lambda _: dict(EARLY=capability >= 90, launch_pdl=capability >= 90)
         few = dict(heads=16, kv_heads=8, dim=128, hidden=1024, mlp=3072)
         step(torch.bfloat16, **few)
-        step(torch.bfloat16, **few, rows=4, queries=8)
+        step(torch.bfloat16, heads=32, kv_heads=8, dim=128, hidden=2560, mlp=9728, rows=4, queries=8)
         if "--all" in sys.argv:
+            step(torch.bfloat16, **few, rows=4, queries=8)
             step(torch.bfloat16, **few, rows=8)
             step(torch.float32, **few, rows=2, queries=8)
             step(torch.float16, heads=10, kv_heads=2, dim=80, hidden=800, mlp=2000, queries=2)
@@ -104,11 +126,12 @@ def main():
             if kernel.hash in seen:
                 continue
             seen.add(kernel.hash)
-            registers, spilled, shared = usage(kernel)
-            bad += spilled > SPILLS or shared > limits[1]
-            print(f"sm_{capability:<4} {name:24} {registers:4} registers {spilled:5} spilled {shared:7} shared")
+            registers, spilled, in_loops, shared = usage(kernel)
+            bad += spilled > SPILLS or in_loops > 0 or shared > limits[1]
+            print(f"sm_{capability:<4} {name:24} {registers:4} registers {spilled:5} spilled {in_loops:3} in loops "
+                  f"{shared:7} shared")
         compiled.clear()
-    print(f"{bad} of {len(seen)} kernels spill more than {SPILLS} bytes or do not fit")
+    print(f"{bad} of {len(seen)} kernels spill in a loop or more than {SPILLS} bytes, or do not fit")
     return bad > 0
 
 

@@ -84,7 +84,7 @@ def trace(model, full, logits, config, new, forced=None, capture=None, **options
     memory = full
     if config:
         memory = SlowFastMemory(model, full, config, **options)
-        for x in (memory.compact_keys, memory.compact_values, memory.logits):
+        for x in (memory.compact_keys, memory.compact_values, memory.logits, memory.lse):
             x.fill_(float("nan"))
     result = Trace(memory)
     stepper = Stepper(model, memory, capture)
