@@ -181,6 +181,8 @@ class Config(Checked):
             value = values.pop(key, None)
             if value is not None and value != only:
                 raise ValueError(f"{key} = {value!r} is not supported, only {only!r} is")
+        if values.get("yarn") is not None:                                  # a field here, but no key of config.json
+            raise ValueError(f"yarn is not supported (its value is {values['yarn']!r})")
         values.update(parse_rope(values))
         values["eos_token_id"] = id_list(values.pop("eos_token_id", None), "eos_token_id")
         experts = agreed("num_experts", values.pop("num_experts", None), values.pop("num_local_experts", None))

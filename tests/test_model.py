@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 import model as module
@@ -360,6 +360,7 @@ def test_missing_size_is_named(key):
 
 
 @given(st.text(min_size=1), st.integers())
+@example("yarn", 0)
 def test_no_unknown_key_is_ignored(key, value):
     known = METADATA | module.ONLY.keys() | Config.__dataclass_fields__.keys() - {"yarn"}
     if key not in known:
