@@ -636,9 +636,9 @@ def attend_tile(pairs, tokens, kind, rows, block_d, itemsize, device):
     """(tokens of a tile, warps, stages, pieces) of decode attention; pairs = B G, tokens = the most a pair reads.
 
     kind is "fast", "dense" or "logits", a dense step that stores its logits. Two programs with tiles of 64 share a
-    multiprocessor; only few pairs' long reads do better with tiles of 128, one program per multiprocessor. Measured on
-    one H200 in bf16 by bench/kernels.py, us with tiles of 64 and 128: dense at batch 1 and 128K 129 and 126, at batch
-    8 and 32K 246 and 260; with the logits of 8 queries of 32 heads 161 and 251.
+    multiprocessor; few pairs' long reads go to tiles of 128, one program per multiprocessor. Measured on one H200 in
+    bf16 by bench/kernels.py, us with tiles of 64 and 128: dense at batch 1 and 128K 128 and 127, at batch 8 and 32K 246
+    and 247; with the logits of 8 queries of 32 heads at batch 6 and 128K 901, with twice the pieces 915.
     """
     processors, shared = card(device)
     large = kind == "dense" and pairs <= processors // 4
