@@ -678,7 +678,8 @@ def launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, pla
     block_b = triton.next_power_of_2(B)
     attend_kernel[(pieces,)](
         q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, logits,
-        partial, partial_lse, partial_candidates, sink, recent, B, G, pieces, strides(q), strides(k), strides(v), strides(keys), strides(compact_keys),
+        partial, partial_lse, partial_candidates, sink, recent, B, G, pieces,
+        strides(q), strides(k), strides(v), strides(keys), strides(compact_keys),
         strides(key_norms), strides(ring), strides(logits), group, queries, 0 if ring is None else ring.shape[1], D,
         padded(group), padded(queries * group), block_d, block_b, block_n,
         num_warps=warps, num_stages=stages, **early(q.device))
@@ -716,10 +717,10 @@ def publish_torch(logits, lse, key_norms, keys, values, plan, sink, recent, conf
                   positions, compact_keys, compact_values):
     """Select for every slow row of n layers and rebuild its compact buffer: sink first, then selected, ascending.
 
-    logits [n, B, G, R, C]; lse [n, B, G, R], as attend_torch leaves it, which `select` finds anew; key_norms [n, B, G, C];
-    keys, values [n, B, G, C, D]; plan [B, 4], of which `end` and
-    `slow` are read; config a SelectorConfig. Written, slow rows only: positions [n, B, G, K] int64 (the first
-    min(K, candidates) count), compact_keys and compact_values [n, B, G, sink + K, D]. SPEC sections 2 and 5.
+    logits [n, B, G, R, C]; lse [n, B, G, R], as attend_torch leaves it, though `select` finds it anew;
+    key_norms [n, B, G, C]; keys, values [n, B, G, C, D]; plan [B, 4], of which `end` and `slow` are read; config a
+    SelectorConfig. Written, slow rows only: positions [n, B, G, K] int64 (the first min(K, candidates) count),
+    compact_keys and compact_values [n, B, G, sink + K, D]. SPEC sections 2 and 5.
     """
     for b, (_, _, end, slow) in enumerate(plan.tolist()):
         if not slow:
@@ -756,10 +757,11 @@ def evidence_kernel(logits, lse, key_norms, place, plan, log_f, log_r, sums, sin
                     norm_strides, lean, eps, ALPHA: tl.constexpr, BLOCK_R: tl.constexpr, PART: tl.constexpr):
     """One program joins the R rows of one KV head over one part, and finds its prior: log f and log r, not normalised.
 
-    The rows come BLOCK_R at a time, laid out so that a thread holds all of a position's and joins them by itself. All up
-    to C is loaded, because that goes in wide loads; what is no candidate is dropped afterwards. -1e30 stands for "nothing
-    seen yet": unlike -inf it can be subtracted from itself. Besides, for the closed form of lambda, sums over the part of f, f f, r, r r and f r, each relative to the largest
-    f and r of the part. `sums` [cells, parts, 8]: max f, f, f f, max r, r, r r, f r, the number of rows that see.
+    The rows come BLOCK_R at a time, laid out so that a thread holds all of a position's and joins them by itself.
+    All up to C is loaded, because that goes in wide loads; what is no candidate is dropped afterwards. -1e30 stands
+    for "nothing seen yet": unlike -inf it can be subtracted from itself. Besides, for the closed form of lambda,
+    sums over the part of f, f f, r, r r and f r, each relative to the largest f and r of the part. `sums` [cells,
+    parts, 8]: max f, f, f f, max r, r, r r, f r, the number of rows that see.
     """
     cell, part = tl.program_id(0).to(tl.int64), tl.program_id(1)            # cell = (layer, b, g)
     g, b, layer = cell % G, cell // G % B, cell // G // B

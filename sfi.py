@@ -237,8 +237,8 @@ class SlowFastMemory:
     def best_group(self, logits):
         """Layers to select for at once, given the logits of one: seven, or four where even these fill the cache.
 
-        Measured on one H200 when it was chosen, slow step with seven and with four: Qwen3-0.6B at batch 1 and 8K 1.49 and
-        1.53 ms, at 128K with `robust` 6.76 and 6.54 (bench/results/EXPERIMENTS.md).
+        Measured on one H200 when it was chosen, slow step with seven and with four: Qwen3-0.6B at batch 1 and 8K 1.49
+        and 1.53 ms, at 128K with `robust` 6.76 and 6.54 (bench/results/EXPERIMENTS.md).
         """
         return max(4, min(7, 2**26 // logits))
 
