@@ -374,7 +374,9 @@ class Stepper:
         self.compute(slow)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Of high priority: the layers go before a Selector beside them. And never the Selector's own stream, which
+        # torch.cuda.graph's can be: streams of one priority are handed out in turn, from a pool of 32.
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
             logits = self.compute(slow)
         self.graphs[slow] = graph, logits
 

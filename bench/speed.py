@@ -10,8 +10,9 @@ is not counted as useful: it is what SFI costs.
 
 Weights and caches are random, on the device. A step's time is the median of graph replays between CUDA events, with
 its quartiles; a slow step ends when its selections are in place. Decoding is wall clock per token of `sfi.decode` with
-all host work. Full KV, the baseline, has the same kernels and graphs. A fast step is timed half-way between two slow
-ones that are 64 apart: with 256 + 32 recent tokens. Paper: its throughput section.
+all host work, the median of stretches of one slow step each. Full KV, the baseline, has the same kernels and graphs. A
+fast step is timed half-way between two slow ones that are 64 apart: with 256 + 32 recent tokens. Paper: its throughput
+section.
 `--smoke` runs all of it on a CPU with toy shapes, to try the program itself.
 """
 import argparse
@@ -60,7 +61,7 @@ toy = partial(shape, 64, 96, kv_heads=2, head_dim=16, vocabulary=512, positions=
 SMOKE = SimpleNamespace(
     models={"4B": toy(3, 8), "0.6B": toy(2, 4)}, batches={"4B": (1, 2, 3), "0.6B": (1, 2, 3)},
     contexts={"8K": 96, "32K": 160, "128K": 320}, knobs=dict(recent=16, selected=32),
-    attention=(2, 8, 2, 16, 128), repeats=3, tokens=64, written=16, buffer=2**16, device="cpu", dtype=torch.float32)
+    attention=(2, 8, 2, 16, 128), repeats=3, tokens=128, written=16, buffer=2**16, device="cpu", dtype=torch.float32)
 
 # The paper's speedup of attention alone by the share of tokens kept, in per cent.
 PAPER = {1.6: 10.67, 6.3: 9.56, 12.5: 7.15, 25: 3.96, 37.5: 2.75, 50: 2.10, 75: 1.43, 100: 1.00}
@@ -208,11 +209,11 @@ def time_step(report, model, stepper, rows):
                                              for kind, ceiling in report.data["ceilings"].items()})
 
 
-def time_decode(model, memory, stepper, config, tokens):
-    """Wall clock per token of the decode loop, after its bootstrap."""
+def time_decode(model, memory, stepper, config, tokens, stretch=1):
+    """Wall clock per token of the decode loop, after its bootstrap, over stretches that hold one slow step each."""
     logits = torch.zeros(memory.batch, model.config.vocab_size, device=model.device)
-    marks = [time.perf_counter() for _ in decode(model, memory, logits, config, tokens + 1, stepper=stepper)]
-    return dict(ms=round(1000 * (marks[-1] - marks[0]) / tokens, 4))
+    marks = [time.perf_counter() for _ in decode(model, memory, logits, config, tokens + 1, stepper=stepper)][::stretch]
+    return spread([1000 * (b - a) / stretch for a, b in zip(marks, marks[1:])])
 
 
 @torch.inference_mode()
@@ -251,7 +252,7 @@ def measure_steps(report, name, context, batch):
         for interval in intervals:
             full.rewind([n] * batch)
             regular = replace(config, policy="interval", refresh_interval=interval)
-            cells[f"decode 1 in {interval}"] = time_decode(model, memory, stepper, regular, scale.tokens)
+            cells[f"decode 1 in {interval}"] = time_decode(model, memory, stepper, regular, scale.tokens, interval)
             cells[f"computed 1 in {interval}"] = dict(
                 ms=round(((interval - 1) * fast["ms"] + slow["ms"]) / interval, 4))
         if on_gpu:
@@ -268,9 +269,10 @@ def measure_steps(report, name, context, batch):
                            "slow, per layer, no overlap": dict(overlap=False, group=1)}.items():
         report.attempt(f"{row} {title}", partial(slow_fast, title, **options))
     for title, c in cells.items():
-        print(f"{row:17}{title:28}{c['ms']:9.3f} ms" + (
-            f" [{c['low']:.3f}, {c['high']:.3f}] {c['gb']:8.2f} GB {100 * c['copy_share']:4.0f} % of copy "
-            f"{100 * c['read_share']:4.0f} % of read" if "gb" in c else " per token"))
+        quartiles = f" [{c['low']:.3f}, {c['high']:.3f}]" if "low" in c else ""
+        print(f"{row:17}{title:28}{c['ms']:9.3f} ms{quartiles}" + (
+            f" {c['gb']:8.2f} GB {100 * c['copy_share']:4.0f} % of copy {100 * c['read_share']:4.0f} % of read"
+            if "gb" in c else " per token"))
     print(f"{row:17}GB of memory: {report.data['memory'].get(row)}\n", flush=True)
 
 
@@ -441,7 +443,7 @@ def main():
     if scale.device == "cuda" and not torch.cuda.is_available():
         sys.exit("speed: no CUDA device here (--smoke needs none)")
     if arguments.layers:
-        scale.buffer, scale.repeats, scale.tokens = 2**20, 2, 64
+        scale.buffer, scale.repeats, scale.tokens = 2**20, 2, 128
         scale.models = {name: dict(m, num_hidden_layers=arguments.layers) for name, m in scale.models.items()}
     report = Report(scale, arguments.out, arguments.minutes)
     card = torch.cuda.get_device_name() if scale.device == "cuda" else "CPU with toy shapes: no figure counts"

@@ -171,6 +171,23 @@ def test_graphs_overlap_and_groups_change_no_bit(config):
             assert torch.equal(a, b), f"{how}: {(a != b).sum().item()} of {a.numel()} positions differ"
 
 
+@torch.inference_mode()
+def test_the_selector_never_runs_on_the_stream_that_is_captured(monkeypatch):
+    """torch hands out streams in turn, from a pool of 32: the side stream must not become the layers' own."""
+    shared, publish = [], SlowFastMemory.publish
+
+    def watch(memory, *arguments):
+        shared.append(memory.stream == torch.cuda.current_stream())
+        publish(memory, *arguments)
+
+    monkeypatch.setattr(SlowFastMemory, "publish", watch)
+    model = build(torch.bfloat16)
+    full, _ = read(model, [text(model, 100)], 1)
+    for _ in range(33):
+        Stepper(model, SlowFastMemory(model, full, PAPER))
+    assert len(shared) >= 33 and not any(shared)
+
+
 @both_presets
 def test_a_batch_of_unequal_lengths_writes_what_each_writes_alone(config):
     model = build(torch.float32)
