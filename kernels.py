@@ -64,7 +64,7 @@ def card(device):
 
 @functools.cache
 def early(device):
-    """Launch options of a kernel that begins with `take_turn`: on the cards that can, it may start early."""
+    """Launch options of a kernel that waits for its turn: on the cards that can, it may start early."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return dict(EARLY=able, launch_pdl=able)
 
@@ -73,7 +73,7 @@ def early(device):
 def wait_turn(EARLY: tl.constexpr):
     """Programmatic dependent launch: a program may be placed on the card while the kernel before it still drains.
 
-    So it begins by waiting until that kernel has finished and all it wrote can be seen.
+    So it waits, before it reads anything of that kernel's, until that has finished and all it wrote can be seen.
     """
     if EARLY:
         gdc_wait()
@@ -595,15 +595,15 @@ def combine_kernel(partial, partial_lse, partial_candidates, out, lse, plan, B, 
                    BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, EARLY: tl.constexpr):
     """One program joins what the pieces found for one query head: their mean, weighted by exp(log-sum-exp).
 
-    With `lse` also each of its QUERIES evidence rows' log-sum-exp over the candidates.
+    With `lse` also each of its QUERIES evidence rows' log-sum-exp over the candidates. BLOCK_P pieces at a time.
     """
-    take_turn(EARLY)
     b, head = tl.program_id(0), tl.program_id(1)
     g = head // GROUP
     total, before, pieces = share_out(plan, b, B, G, pieces, BLOCK_B, BLOCK_N)
     tiles = tiles_of(plan, b, True, BLOCK_N)
     first = before + g * tiles
     low, high = ((first + 1) * pieces - 1) // total, ((first + tiles) * pieces - 1) // total    # pieces of the ends
+    take_turn(EARLY)                                                        # the plan is older: attend_kernel read it
     d = tl.arange(0, BLOCK_D)
     best, mass, mixed = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
     w = tl.arange(0, BLOCK_W)
@@ -676,6 +676,7 @@ def launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, pla
         q.new_empty(pieces + B * G, *shape, dtype=torch.float32) for shape in ((group, D), (group,), (queries * group,)))
     out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
     block_b = triton.next_power_of_2(B)
+    block_p = min(64, max(16, triton.next_power_of_2(pieces // (B * G))))   # a second round would cost 2.5 us
     attend_kernel[(pieces,)](
         q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, logits,
         partial, partial_lse, partial_candidates, sink, recent, B, G, pieces,
@@ -684,7 +685,7 @@ def launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, pla
         padded(group), padded(queries * group), block_d, block_b, block_n,
         num_warps=warps, num_stages=stages, **early(q.device))
     combine_kernel[(B, H)](partial, partial_lse, partial_candidates, out, lse, plan, B, G, pieces, group, queries, D,
-                           block_d, block_b, block_n, 16, triton.next_power_of_2(queries), **early(q.device))
+                           block_d, block_b, block_n, block_p, triton.next_power_of_2(queries), **early(q.device))
     return out
 
 
