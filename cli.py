@@ -336,6 +336,8 @@ def work(arguments):
     # A trace is judged by torch, the truth, and a half-precision one too in fp32.
     device = qwen3.usable(arguments.device or (
         "cuda" if torch.cuda.is_available() and not arguments.verify else "cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dtype = DTYPES.get(arguments.dtype)
     if arguments.verify:
         return check(arguments, device, dtype or torch.float32)

@@ -55,7 +55,7 @@ def card(device):
     Raises ValueError for a GPU that is too old for the kernels.
     """
     if device.type != "cuda":
-        return 8, 232448
+        return 8, 232448                                                    # few programs, an H200's shared memory
     gpu = torch.cuda.get_device_properties(device)
     if gpu.major < 8:
         raise ValueError(f"{gpu.name}: the kernels need compute capability 8.0, not {gpu.major}.{gpu.minor}")
@@ -88,6 +88,7 @@ def pass_turn(EARLY: tl.constexpr):
 
 @jit
 def take_turn(EARLY: tl.constexpr):
+    """Wait for the turn and let the next kernel in at once."""
     wait_turn(EARLY)
     pass_turn(EARLY)
 
@@ -142,7 +143,7 @@ def linear_torch(x, weight, norm=None, eps=0.0, residual=None):
 
 @jit
 def finish_linear(y, residual, out, m, o, M, O):
-    """Add the residual to y [rows, outputs] and store it."""
+    """Add the residual to y, outputs `o` of rows `m` in either layout, and store it."""
     inside = (m < M) & (o < O)
     if residual is not None:
         y += tl.load(residual + m * O + o, mask=inside, other=0)
@@ -218,8 +219,9 @@ def dot_linear_kernel(x, weight, residual, out, x_stride, M, O, I: tl.constexpr,
 def linear_tile(M, O, I, gated, itemsize):
     """How to run a linear layer: (kernel, outputs and inputs of a tile, warps, stages), or None for cuBLAS.
 
-    Measured on one H200 in bf16 by bench/kernels.py, us against cuBLAS: Qwen3-0.6B's o_proj 3.7 against 12.9 at 1 row,
-    4.0 against 9.8 at 4, 6.1 against 7.1 at 8; 4B's gate_up 27.3 against 33.4 at 1 row. More rows are cuBLAS's.
+    Measured on one H200 in bf16 by bench/kernels.py, microseconds, cuBLAS second: Qwen3-0.6B's o_proj 3.7 against 12.9
+    at 1 row, 4.0 against 9.8 at 4, 6.1 against 7.1 at 8; 4B's gate_up 27.3 against 33.4 at 1 row. More rows are
+    cuBLAS's.
     """
     if M == 1:
         if gated:
@@ -237,7 +239,7 @@ def linear_tile(M, O, I, gated, itemsize):
 
 
 def launch_linear(tile, x, weight, norm, eps, residual, gated):
-    """Run one of the two linear kernels with a tile of linear_tile. Only "reduce" takes a norm."""
+    """As linear_torch or swiglu_torch, by one kernel with a tile of linear_tile. Only "reduce" takes a norm."""
     kind, block_o, block_i, warps, stages = tile
     M, I = x.shape
     O = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -325,7 +327,8 @@ def qk_norm_rope_kernel(qkv, out, q_norm, k_norm, cos, sin, positions, eps, stri
                         EARLY: tl.constexpr):
     """One program norms and rotates BLOCK_HEADS neighbouring heads of one row, q's heads before k's.
 
-    A head is held as its two halves, [BLOCK_HEADS, D/2] each, because RoPE pairs element i with element i + D/2.
+    heads = H + G, those that are rotated, and q_heads = H. A head is held as its two halves, [BLOCK_HEADS, D/2] each,
+    because RoPE pairs element i with element i + D/2.
     Every product is rounded to the tensor's dtype where torch rounds it.
     """
     take_turn(EARLY)
@@ -389,8 +392,8 @@ def attend_torch(q, k, v, keys, values, compact_keys, compact_values, plan, scal
     memory that has no compact buffer: plan's compact is then 0); plan [B, 4]; key_norms [B, G, C] in at least fp32
     -> [B, H, D].
     Written: keys, values and key_norms at end - 1; with `ring` [B, Q, H, D], q at slot (end - 1) % Q.
-    With `logits` [B, G, R, C] and `lse` [B, G, R], R = queries * H/G: each slow row's evidence_logits over [0, end), the
-    newest query being q and older ones coming from the ring, and their log-sum-exp over the candidates, before
+    With `logits` [B, G, R, C] and `lse` [B, G, R], R = queries * H/G: each slow row's evidence_logits over [0, end),
+    the newest query being q and older ones coming from the ring, and their log-sum-exp over the candidates, before
     rounding to logits' dtype; -inf for a row that sees none. SPEC sections 2 and 3.
     """
     out = torch.empty_like(q)
@@ -428,7 +431,7 @@ def candidates(plan, b, sink, recent):
 
 @jit
 def exp(x):
-    """tl.exp in two instructions instead of five: what it costs more are numbers below 1e-38, which become 0 here."""
+    """tl.exp in two instructions instead of five. The price: results below 1e-38 become 0."""
     return tl.exp2(x * LOG2_E)
 
 
@@ -477,8 +480,8 @@ def absorb(query, keys, values, left, best, mass, mixed, scale,
 def absorb_candidates(z, at, lo, hi, best, mass):
     """Take logits z [R, BLOCK_N], at positions `at` [1, BLOCK_N], into running sums over candidates [lo, hi) only.
 
-    best, mass [R, BLOCK_N], by place in the tile. They are apart from absorb's: next to one large logit in the sink, all
-    candidates would vanish.
+    best, mass [R, BLOCK_N], by place in the tile. They are apart from absorb's: next to one large logit in the sink,
+    all candidates would vanish.
     """
     z = tl.where((lo <= at) & (at < hi), z, float("-inf"))
     fade = exp(-tl.abs(z - best))                                           # of whichever is less
@@ -503,19 +506,20 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
         ^piece 0     ^piece 1     ^piece 2     ^piece 3
 
     Each key and value is read once, for all query heads of its KV head, padded to BLOCK_H for the matrix units, and for
-    the evidence: R = QUERIES * GROUP rows, padded to BLOCK_R, which leave their logits and are not attended with. What a
-    piece finds for a pair, `partial` [GROUP, D], the log-sum-exp of its logits, and with `logits` that of each of the R
-    rows over the candidates, goes to slot piece + pair, which no other shares. The piece that holds a pair's first tile
-    also brings in the step's own token, from k and v, and stores it; no program reads that position from the cache, so
-    none can read it too early.
+    the evidence: R = QUERIES * GROUP rows, padded to BLOCK_R, which leave their logits and are not attended with. What
+    a piece finds for a pair, `partial` [GROUP, D], the log-sum-exp of its logits, and with `logits` that of each of the
+    R rows over the candidates, goes to slot piece + pair, which no other shares. The piece that holds a pair's first
+    tile also brings in the step's own token, from k and v, and stores it; no program reads that position from the
+    cache, so none can read it too early.
     """
     take_turn(EARLY)
     piece = tl.program_id(0)
     total, before, pieces = share_out(plan, 0, B, G, pieces, BLOCK_B, BLOCK_N)
     low, high = piece * total // pieces, (piece + 1) * total // pieces      # this piece's tiles
-    head, row, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
-    w, h = row // GROUP, row % GROUP                                        # an evidence row's query, head in the group
-    current, n = (head < GROUP)[:, None] & (d < D)[None, :], tl.arange(0, BLOCK_N)[None, :]
+    head, r, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_D)
+    w, h = r // GROUP, r % GROUP                                            # an evidence row's query, head in the group
+    real = (head < GROUP)[:, None] & (d < D)[None, :]                       # what is no padding
+    place = tl.arange(0, BLOCK_N)[None, :]                                  # in the tile
     for b in range(B if piece < pieces else 0):
         compact, start = tl.load(plan + b * 4), tl.load(plan + b * 4 + 1)
         end, own = tl.load(plan + b * 4 + 2), tl.load(plan + b * 4 + 2) - 1
@@ -526,7 +530,7 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
             first = tl.maximum(low - before - g * tiles, 0).to(tl.int32)
             last = tl.minimum(high - before - g * tiles, tiles).to(tl.int32)
             its_head = (g * GROUP + head)[:, None]
-            query = tl.load(q + offset(q_strides, b, its_head) + d[None, :], mask=current, other=0)
+            query = tl.load(q + offset(q_strides, b, its_head) + d[None, :], mask=real, other=0)
             its_keys, its_values = keys + offset(key_strides, b, g), values + offset(key_strides, b, g)
             best = tl.full([BLOCK_H], float("-inf"), tl.float32)
             mass = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)
@@ -538,10 +542,10 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                     newest = tl.load(q + offset(q_strides, b, its_row) + d[None, :], other=0,
                                      mask=(w == 0)[:, None] & (d < D)[None, :])
                     older = tl.load(ring + offset(ring_strides, b, slot, its_row) + d[None, :], other=0,
-                                    mask=((w > 0) & (w < QUERIES))[:, None] & (d < D)[None, :])
+                                    mask=((w > 0) & (w < QUERIES) & (w <= own))[:, None] & (d < D)[None, :])
                     window = tl.where((w == 0)[:, None], newest, older)
-                its_logits = logits + offset(logit_strides, b, g, row[:, None])
-                wanted = (row < QUERIES * GROUP)[:, None] & (slow != 0)
+                its_logits = logits + offset(logit_strides, b, g, r[:, None])
+                wanted = (r < QUERIES * GROUP)[:, None] & (slow != 0)
                 top = tl.full([BLOCK_R, BLOCK_N], -1e30, tl.float32)       # can be subtracted from itself, unlike -inf
                 held = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
             if first == 0:
@@ -552,21 +556,21 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                 wide_key = own_key.to(tl.float32)
                 tl.store(key_norms + offset(norm_strides, b, g) + own, tl.sqrt(tl.sum(wide_key * wide_key)))
                 if ring is not None:
-                    tl.store(ring + offset(ring_strides, b, own % SLOTS, its_head) + d[None, :], query, mask=current)
+                    tl.store(ring + offset(ring_strides, b, own % SLOTS, its_head) + d[None, :], query, mask=real)
                 best = tl.sum(query.to(tl.float32) * wide_key[None, :], 1) * scale
-                mass += tl.where(n == 0, 1.0, 0.0)
+                mass += tl.where(place == 0, 1.0, 0.0)
                 mixed += own_value.to(tl.float32)[None, :]
                 if logits is not None:
                     z = tl.sum(window.to(tl.float32) * wide_key[None, :], 1) * scale
-                    seen = tl.where((w == 0)[:, None] & (n == 0), z[:, None], float("-inf"))
-                    tl.store(its_logits + own + n, seen, mask=wanted & (n == 0))
-                    top, held = absorb_candidates(seen, own + n, lo, hi, top, held)
+                    seen = tl.where((w == 0)[:, None] & (place == 0), z[:, None], float("-inf"))
+                    tl.store(its_logits + own + place, seen, mask=wanted & (place == 0))
+                    top, held = absorb_candidates(seen, own + place, lo, hi, top, held)
             if compact_keys is not None:
                 at = offset(compact_strides, b, g)
                 for tile in range(first, tl.minimum(last, compact_tiles)):
-                    place = tile * BLOCK_N
+                    begin = tile * BLOCK_N
                     best, mass, mixed, _, _ = absorb(
-                        query, compact_keys + at + place * D, compact_values + at + place * D, compact - place,
+                        query, compact_keys + at + begin * D, compact_values + at + begin * D, compact - begin,
                         best, mass, mixed, scale, D, BLOCK_D, BLOCK_N)
             for tile in range(tl.maximum(first, compact_tiles), last):
                 position = start + (tile - compact_tiles) * BLOCK_N
@@ -576,16 +580,16 @@ def attend_kernel(q, k, v, keys, values, compact_keys, compact_values, plan, sca
                 if logits is not None:
                     if QUERIES > 1:
                         z = tl.dot(window, tl.trans(key), input_precision="ieee") * scale
-                    seen = tl.where(n < (end - w)[:, None] - position, z, float("-inf"))
-                    tl.store(its_logits + position + n, seen, mask=wanted & (n < own - position))
-                    top, held = absorb_candidates(seen, position + n, lo, tl.minimum(hi, own), top, held)
+                    seen = tl.where(place < (end - w)[:, None] - position, z, float("-inf"))
+                    tl.store(its_logits + position + place, seen, mask=wanted & (place < own - position))
+                    top, held = absorb_candidates(seen, position + place, lo, tl.minimum(hi, own), top, held)
             slot, mass = (piece + b * G + g) * GROUP + head, tl.sum(mass, 1)
             tl.store(partial_lse + slot, best + tl.log(mass), mask=head < GROUP)
-            tl.store(partial + slot[:, None] * D + d[None, :], mixed / mass[:, None], mask=current)
+            tl.store(partial + slot[:, None] * D + d[None, :], mixed / mass[:, None], mask=real)
             if logits is not None:
-                slot, highest = (piece + b * G + g) * GROUP * QUERIES + row, tl.max(top, 1)
+                slot, highest = (piece + b * G + g) * GROUP * QUERIES + r, tl.max(top, 1)
                 held = tl.sum(held * exp(top - highest[:, None]), 1)
-                tl.store(partial_candidates + slot, highest + tl.log(held), mask=row < QUERIES * GROUP)
+                tl.store(partial_candidates + slot, highest + tl.log(held), mask=r < QUERIES * GROUP)
         before += G * tiles
 
 
@@ -603,7 +607,9 @@ def combine_kernel(partial, partial_lse, partial_candidates, out, lse, plan, B, 
     tiles = tiles_of(plan, b, True, BLOCK_N)
     first = before + g * tiles
     low, high = ((first + 1) * pieces - 1) // total, ((first + tiles) * pieces - 1) // total    # pieces of the ends
-    take_turn(EARLY)                                                        # the plan is older: attend_kernel read it
+    # Before its turn only the plan is read: attend_kernel, right before, has waited before it let this one in, so that
+    # whatever wrote the plan has finished.
+    take_turn(EARLY)
     d = tl.arange(0, BLOCK_D)
     best, mass, mixed = float("-inf"), 0.0, tl.zeros([BLOCK_D], tl.float32)
     w = tl.arange(0, BLOCK_W)
@@ -612,12 +618,12 @@ def combine_kernel(partial, partial_lse, partial_candidates, out, lse, plan, B, 
         piece = start + tl.arange(0, BLOCK_P)
         slot = (piece + b * G + g) * GROUP + head % GROUP
         its_lse = tl.load(partial_lse + slot, mask=piece <= high, other=float("-inf"))
-        part = tl.load(partial + slot[:, None] * D + d[None, :], other=0,
-                       mask=(piece <= high)[:, None] & (d < D)[None, :])
+        found = tl.load(partial + slot[:, None] * D + d[None, :], other=0,
+                        mask=(piece <= high)[:, None] & (d < D)[None, :])
         higher = tl.maximum(best, tl.max(its_lse))
         weight, fade = tl.exp(its_lse - higher), tl.exp(best - higher)
         mass = mass * fade + tl.sum(weight)
-        mixed = mixed * fade + tl.sum(part * weight[:, None], 0)
+        mixed = mixed * fade + tl.sum(found * weight[:, None], 0)
         best = higher
         if lse is not None:
             slot = ((piece + b * G + g)[:, None] * QUERIES + w[None, :]) * GROUP + head % GROUP
@@ -635,19 +641,26 @@ def combine_kernel(partial, partial_lse, partial_candidates, out, lse, plan, B, 
 def attend_tile(pairs, tokens, kind, rows, block_d, itemsize, device):
     """(tokens of a tile, warps, stages, pieces) of decode attention; pairs = B G, tokens = the most a pair reads.
 
-    kind is "fast", "dense" or "logits", a dense step that stores its logits. Two programs with tiles of 64 share a
-    multiprocessor; few pairs' long reads go to tiles of 128, one program per multiprocessor. Measured on one H200 in
-    bf16 by bench/kernels.py, us with tiles of 64 and 128: dense at batch 1 and 128K 128 and 127, at batch 8 and 32K 246
-    and 247; with the logits of 8 queries of 32 heads at batch 6 and 128K 901, with twice the pieces 915.
+    kind is "fast", "dense" or "logits", a dense step that stores its logits; rows, padded, of queries. Two programs
+    with tiles of 64 share a multiprocessor; few pairs' long reads go to tiles of 128, one program per multiprocessor.
+    Measured on one H200 in bf16 by bench/kernels.py, microseconds with tiles of 64 and 128: dense at batch 1 and 128K
+    128 and 127, at batch 8 and 32K 246 and 247; with the logits of 8 queries of 32 heads at batch 6 and 128K 901, with
+    twice the pieces 915. More rows get smaller tiles, so that tests/compile_kernels.py finds no spills in the loop.
+    Raises ValueError where even the smallest tile does not fit.
     """
     processors, shared = card(device)
     large = kind == "dense" and pairs <= processors // 4
-    wide = kind == "logits" and itemsize > 2                                # plain arithmetic takes the registers
-    most, warps = 128 if large else 32 if wide else 64, 4 if rows * block_d * itemsize < 2**14 else 8
+    most = 128 if large else 64
+    if kind == "logits" and (itemsize > 2 or rows >= 80):                   # or registers run out in the loop
+        most = 32 if rows < 144 else 16
+    warps = 4 if rows * block_d * itemsize < 2**14 else 8
     for block_n, stages in (most, 3), (64, 3), (64, 2), (32, 2), (16, 2):
         buffers = stages - 1 if rows < 64 else stages                       # of keys and of values, in shared memory
         if block_n <= most and 2 * (buffers * block_n + rows) * block_d * itemsize <= shared:
             break
+    else:                                                                   # that was generous; this is the least
+        if (rows + 48) * block_d * itemsize > shared:
+            raise ValueError(f"{rows} rows of queries do not fit on this card: fewer evidence_queries would")
     pieces = 2 * processors
     if large:                                                               # a whole number for each pair
         pieces = pairs * (processors // pairs)
@@ -668,12 +681,13 @@ def strides(x):
 
 def launch_attend(tile, q, k, v, keys, values, compact_keys, compact_values, plan, scale, key_norms, ring, queries,
                   logits, lse, sink, recent):
-    """Run attend_kernel and combine_kernel with a tile of attend_tile."""
+    """As attend_torch, by attend_kernel and combine_kernel with a tile of attend_tile."""
     (B, H, D), G = q.shape, k.shape[1]
     block_n, warps, stages, pieces = tile
     group, block_d = H // G, triton.next_power_of_2(max(D, 16))
     partial, partial_lse, partial_candidates = (
-        q.new_empty(pieces + B * G, *shape, dtype=torch.float32) for shape in ((group, D), (group,), (queries * group,)))
+        q.new_empty(pieces + B * G, *shape, dtype=torch.float32)
+        for shape in ((group, D), (group,), (queries * group,)))
     out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
     block_b = triton.next_power_of_2(B)
     block_p = min(64, max(16, triton.next_power_of_2(pieces // (B * G))))   # a second round would cost 2.5 us
@@ -748,7 +762,7 @@ def place_kernel(plan, place, sink, recent, C, w_position, beta, power, eta, eps
     scale = 1.0 / tl.maximum(hi - lo - 1, 1).to(tl.float32)
     x, rest = (at - lo).to(tl.float32) * scale, (hi - 1 - at).to(tl.float32) * scale    # rest is 1 - x, exact near 0
     rest = tl.where(hi - lo > 1, rest, 1.0)
-    curve = tl.where(power == 0, 1.0, tl.exp2(power * tl.log2(tl.maximum(x, 1e-30))))
+    curve = tl.where(x > 0, tl.exp2(power * tl.log2(tl.maximum(x, 1e-30))), tl.where(power == 0, 1.0, 0.0))
     log_r = w_position * (-beta * curve + eta * tl.log(tl.maximum(rest, eps)))
     tl.store(place + b * C + at, tl.where((lo <= at) & (at < hi), log_r, float("-inf")), mask=at < C)
 
@@ -776,7 +790,7 @@ def evidence_kernel(logits, lse, key_norms, place, plan, log_f, log_r, sums, sin
     peak, total = tl.full([PART], -1e30, tl.float32), tl.zeros([PART], tl.float32)
     for first in range(0, R, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)[:, None]
-        z = tl.load(logits + r * strides[3] + at[None, :], mask=(r < R) & (at < C)[None, :], other=0)
+        z = tl.load(logits + tl.cast(r, tl.int64) * strides[3] + at[None, :], mask=(r < R) & (at < C)[None, :], other=0)
         its_lse = tl.load(lse + cell * R + r, mask=r < R, other=float("-inf"))
         sees = its_lse > float("-inf")                                      # a row that sees no candidate is left out
         rows += tl.sum(sees.to(tl.int32))
@@ -799,15 +813,15 @@ def evidence_kernel(logits, lse, key_norms, place, plan, log_f, log_r, sums, sin
     tl.store(log_f + cell * C + at, log_e, mask=at < C)
     tl.store(log_r + cell * C + at, log_prior, mask=at < C)
     max_f, max_r = tl.maximum(tl.max(log_e), -1e30), tl.maximum(tl.max(log_prior), -1e30)
-    f, q = exp(log_e - max_f), exp(log_prior - max_r)
+    f, prior = exp(log_e - max_f), exp(log_prior - max_r)
     to = sums + (cell * parts + part) * 8
     tl.store(to, max_f)
     tl.store(to + 1, tl.sum(f))
     tl.store(to + 2, tl.sum(f * f))
     tl.store(to + 3, max_r)
-    tl.store(to + 4, tl.sum(q))
-    tl.store(to + 5, tl.sum(q * q))
-    tl.store(to + 6, tl.sum(f * q))
+    tl.store(to + 4, tl.sum(prior))
+    tl.store(to + 5, tl.sum(prior * prior))
+    tl.store(to + 6, tl.sum(f * prior))
     tl.store(to + 7, rows.to(tl.float32))
 
 
@@ -834,8 +848,9 @@ def mix_kernel(plan, sums, lam_out, mix, sink, recent, B, G, parts, cap_single, 
     fr = tl.sum(tl.load(of + 6, mask=p < parts, other=0) * fade_f * fade_r)
     rows = tl.load(sums + cell * parts * 8 + 7)
     flat = f == 0                                                           # no row sees a candidate
-    n = (hi - lo).to(tl.float32)
-    max_f, f, ff, fr = tl.where(flat, 0, max_f), tl.where(flat, n, f), tl.where(flat, n, ff), tl.where(flat, r, fr)
+    number = (hi - lo).to(tl.float32)                                       # of candidates
+    max_f, f = tl.where(flat, 0, max_f), tl.where(flat, number, f)
+    ff, fr = tl.where(flat, number, ff), tl.where(flat, r, fr)
     ff, fr, rr = ff / (f * f), fr / (f * r), rr / (r * r)                   # inner products of normalised f and r
     square = ff - 2 * fr + rr
     lam = tl.where(square > 0, (ff - fr) / square, 0)
@@ -895,7 +910,7 @@ def window_max(scores, at, inside, C, REACH: tl.constexpr, HALF: tl.constexpr):
         |....######|##########|#####.....|
     """
     best = tl.full(at.shape, float("-inf"), tl.float32)
-    for i in range((2 * REACH + 2 * HALF) // (2 * HALF + 1)):
+    for i in range((2 * REACH + 2 * HALF + 1) // (2 * HALF + 1)):
         centre = at + tl.minimum(i * (2 * HALF + 1) - (REACH - HALF), REACH - HALF)
         previous = load_scores(scores, centre - HALF, inside, C)
         following = load_scores(scores, centre + HALF, inside, C)
@@ -1107,8 +1122,8 @@ def window_tile(reach):
 class Scores(NamedTuple):
     """Every stage of select, [n, B, G, C] but lam [n, B, G] and the `extent` [n, B, G, blocks, 2] of log_spread.
 
-    log_evidence is not normalised. What is no candidate is -inf in the last two and undefined before; a candidate that
-    no row sees has -3e38 there.
+    log_evidence is not normalised. What is no candidate is -inf in every stage; a candidate that no row sees has about
+    -3e38 in log_exclusive and log_spread. Rows that are not slow are not written.
     """
     log_evidence: torch.Tensor
     lam: torch.Tensor
@@ -1119,23 +1134,26 @@ class Scores(NamedTuple):
 
 
 def scores_triton(logits, lse, key_norms, plan, sink, recent, config):
-    """Every stage of select for the slow rows of n layers, over all positions -> Scores."""
+    """Every stage of select for the slow rows of n layers, over all positions -> Scores.
+
+    Arguments as publish_torch's. Sizes of parts were measured, here and in top_triton: bench/results/EXPERIMENTS.md.
+    """
     n, B, G, R, C = logits.shape
-    part = 1024
-    parts = triton.cdiv(C, part)
+    size = 1024
+    parts = triton.cdiv(C, size)
     place, sums, lam, mix = (torch.empty(shape, dtype=torch.float32, device=logits.device)
                              for shape in ((B, C), (n, B, G, parts, 8), (n, B, G), (n, B, G, 3)))
     log_f, log_s, scores = (torch.empty(n, B, G, C, dtype=torch.float32, device=logits.device) for _ in range(3))
     place_kernel[(B, parts)](
         plan, place, sink, recent, C, float(config.weight_position), -math.log(config.theta) / config.p,
-        float(config.position_power), float(config.position_eta), config.eps, part)
+        float(config.position_power), float(config.position_eta), config.eps, size)
     evidence_kernel[(n * B * G, parts)](
         logits, lse.contiguous(), key_norms, place, plan, log_f, log_s, sums, sink, recent, B, G, R, C, parts,
         logits.stride(), key_norms.stride(), float(config.weight_norm * config.gamma), config.eps, config.alpha,
-        min(4, triton.next_power_of_2(R)), part)
+        min(4, triton.next_power_of_2(R)), size)
     mix_kernel[(n * B * G,)](plan, sums, lam, mix, sink, recent, B, G, parts, config.lambda_cap_single,
                              config.lambda_cap_multi, triton.next_power_of_2(parts))
-    fuse_kernel[(n * B * G, parts)](plan, mix, log_f, log_s, sink, recent, B, G, C, part)
+    fuse_kernel[(n * B * G, parts)](plan, mix, log_f, log_s, sink, recent, B, G, C, size)
     reach = min(config.nms_window // 2, C)
     half, block_g = window_tile(reach), triton.next_power_of_2(G)
     per_program = max(1, min(2048 // block_g, triton.next_power_of_2(C)) // half) * half
@@ -1160,12 +1178,12 @@ def scores_triton(logits, lse, key_norms, plan, sink, recent, config):
 def top_triton(scores, extent, plan, sink, recent, positions):
     """Write the K best candidates of each KV head's slow rows, ascending, into positions [n, B, G, K] int64.
 
-    scores [n, B, G, C] float32 or float64, finite for candidates and -inf for all else; extent [n, B, G, blocks, 2], the
-    candidates' least and largest, block by block.
+    scores [n, B, G, C] float32 or float64, finite for candidates and -inf for all else; extent [n, B, G, blocks, 2],
+    the candidates' least and largest, block by block.
     """
     n, B, G, C = scores.shape
-    part, bits, cells, blocks = 4096, 8 * scores.element_size(), n * B * G, extent.shape[3]
-    parts, rounds = triton.cdiv(C, part), triton.cdiv(bits, 5)
+    size, bits, cells, blocks = 4096, 8 * scores.element_size(), n * B * G, extent.shape[3]
+    parts, rounds = triton.cdiv(C, size), triton.cdiv(bits, 5)
     state, own, tally = (torch.empty(shape, dtype=dtype, device=scores.device) for shape, dtype in (
         ((rounds + 2, cells, 5), torch.int64), ((cells, parts, 32), torch.int32), ((cells, parts, 2), torch.int32)))
     counts = torch.zeros(rounds + 1, cells, 32, dtype=torch.int32, device=scores.device)
@@ -1173,9 +1191,9 @@ def top_triton(scores, extent, plan, sink, recent, positions):
         narrow_kernel[(cells, parts)](
             scores, extent, plan, state[turn], state[turn + 1], counts[turn - 1], counts[turn], own, tally, sink,
             recent, B, G, C, positions.shape[-1], parts, blocks, turn == 0, turn < rounds,
-            triton.next_power_of_2(blocks), part)
+            triton.next_power_of_2(blocks), size)
     choose_kernel[(cells, parts)](scores, plan, state[-1], tally, positions, sink, recent, B, G, C, parts,
-                                  positions.stride(), triton.next_power_of_2(parts), part, num_warps=8)
+                                  positions.stride(), triton.next_power_of_2(parts), size, num_warps=8)
 
 
 def publish_triton(logits, lse, key_norms, keys, values, plan, sink, recent, config,

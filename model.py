@@ -344,7 +344,8 @@ class Qwen3:
     """A decoder whose weights are not set: `load` and `Qwen3.random` give usable ones.
 
     config, device, dtype, ops (kernels.Ops; the device's own by default); parameters, by Hugging Face's names;
-    tokenizer (a Tokenizer or None); stop_ids, a frozenset. Raises ValueError for a device that is not there.
+    tokenizer (a Tokenizer or None); stop_ids, a frozenset. Raises ValueError for a device that is not there, or a CUDA
+    device other than the current one, on which torch makes streams and Triton runs.
     """
 
     def __init__(self, config, device="cpu", dtype=torch.float32, ops=None):
@@ -352,6 +353,8 @@ class Qwen3:
             return torch.empty(shape, device=self.device, dtype=dtype)
 
         self.config, self.device, self.dtype = config, usable(device), dtype
+        if self.device.type == "cuda" and self.device.index != torch.cuda.current_device():
+            raise ValueError(f"{self.device} is not the current device: call torch.cuda.set_device first")
         self.ops = ops or (kernels.TRITON if self.device.type == "cuda" else kernels.TORCH)
         if dtype == torch.float64 and self.ops is kernels.TRITON:
             raise ValueError("float64 needs the CPU: the kernels compute in float32")
@@ -381,11 +384,12 @@ class Qwen3:
         """Run tokens through the layers. ids [B, T] int64 -> hidden [B, T, hidden] before the final norm.
 
         step.positions [B, T] int64 are absolute; step itself is passed on to memory.attend(layer, q [B, T, H, D],
-        k and v [B, T, G, D], step) -> [B, T, H, D]. observe(layer, hidden) sees what leaves each layer.
+        k and v [B, T, G, D], step) -> [B, T, H, D]. observe(layer, hidden) sees what leaves each layer, and must copy
+        what it keeps: the next layer may write over it.
 
-        In bf16 the results depend on where values are rounded. Hugging Face's order is kept: RMSNorm rounds before its
-        weight multiplies, cos and sin are rounded before use, every projection before the residual is added, the
-        gate after silu; softmax is in fp32 and rounded after, also the router's.
+        In bf16 the results depend on where values are rounded. The torch operations keep Hugging Face's order: RMSNorm
+        rounds before its weight multiplies, cos and sin are rounded before use, every projection before the residual is
+        added, the gate after silu; softmax is in fp32 and rounded after, also the router's. The Triton ones round less.
         """
         ops, c, eps = self.ops, self.config, self.config.rms_norm_eps
         positions = step.positions.flatten()                                # [M]

@@ -3,7 +3,8 @@
 One decoder (model.py), two memories. The decoder hands q, k and v of a layer to a memory, which stores them and
 returns the attention output: `FullMemory` reads every token in every step, `SlowFastMemory` reads sink, selected
 and recent tokens in a fast step, and everything in a slow step, whose logits choose the next selection.
-This file does not know how scores are made (selector.py) nor how attention is computed (kernels.py).
+This file does not know how scores are made (selector.py) nor how a step's attention is computed (kernels.py); prefill
+and the bootstrap selection call torch functions on every device.
 Paper: sections on the slow-fast schedule, memory layout and overlap. SPEC sections 2, 3, 4 and 6.
 
 Symbols: B sequences, T prompt tokens, N cached tokens with the step's own, L layers, H query heads, G KV heads,
@@ -144,6 +145,7 @@ class FullMemory:
     keys, values [L, B, G, C, D]; key_norms [L, B, G, C] in at least fp32; ring [L, B, Q, H, D] holds the queries of
     the last Q prompt positions (position p at slot p % Q) for a memory built on this one. C is `capacity` rounded up.
     """
+    kinds = (False,)                    # of step, slow or not: it leaves no logits
 
     def __init__(self, model, batch, capacity, queries=0):
         c = model.config
@@ -204,10 +206,13 @@ class SlowFastMemory:
     Built on a FullMemory, which holds the prompt and keeps every later token too. compact_keys and compact_values
     [L, B, G, sink + K, D] hold sink and selected tokens; positions [L, B, G, K] int64 their absolute positions, of
     which the first `counts[b]` are meant; firsts, edges [B]: the candidates of the last slow step were [first, edge).
+    logits [2, group, B, G, R, C] and lse [2, group, B, G, R]: one group of layers writes while another's are selected
+    from, and `done` has the event after which they may be written again; ring [L, B, Q, H, D] as FullMemory's, kept up.
     `group` layers are selected for at once; with `overlap`, on a CUDA device, beside the next layers' work on a stream
     of their own. Raises ValueError if the full memory keeps fewer queries than the configuration asks for.
     """
-    every_row = False                   # of evidence is kept, also what no sequence is long enough for; a trace has it
+    kinds = (False, True)               # of step: fast and slow
+    every_row = False                   # a trace keeps rows even for queries that no sequence is long enough for
 
     def __init__(self, model, full, config, overlap=True, group=None):
         c, on_gpu = model.config, full.keys.is_cuda
@@ -234,13 +239,13 @@ class SlowFastMemory:
         self.ring = full.ring.clone()
         self.edges, self.firsts, self.counts = [0] * batch, [0] * batch, [0] * batch
 
-    def best_group(self, logits):
-        """Layers to select for at once, given the logits of one: seven, or four where even these fill the cache.
+    def best_group(self, count):
+        """Layers to select for at once, given the number of logits of one: what makes 2^26, but four to seven.
 
         Measured on one H200 when it was chosen, slow step with seven and with four: Qwen3-0.6B at batch 1 and 8K 1.49
         and 1.53 ms, at 128K with `robust` 6.76 and 6.54 (bench/results/EXPERIMENTS.md).
         """
-        return max(4, min(7, 2**26 // logits))
+        return max(4, min(7, 2**26 // count))
 
     def logit_dtype(self):
         """Half-precision models keep half-precision logits: the Selector's traffic is what a slow step adds."""
@@ -346,7 +351,7 @@ class Stepper:
         self.inputs = torch.zeros(batch, 5, dtype=torch.int32, device=model.device)
         self.drawn = torch.zeros(batch, dtype=torch.int64, pin_memory=self.on_gpu)
         self.graphs = {}
-        for slow in (False, True) if self.capture else ():
+        for slow in memory.kinds if self.capture else ():
             self.warm(slow)
 
     def stage(self, tokens, rows):
@@ -426,17 +431,18 @@ def sample(logits, sampling, generator):
     """Draw one token id from logits [V]. Filters apply in the order temperature, top-k, top-p, min-p."""
     p = (logits.double().cpu() / sampling.temperature).softmax(-1)
     p, ids = p.sort(descending=True, stable=True)
-    keep = p >= sampling.min_p * p[0]
-    keep &= p.cumsum(-1) - p < sampling.top_p
     if sampling.top_k:
-        keep[sampling.top_k :] = False
+        p[sampling.top_k :] = 0
+    p /= p.sum()                                                            # top-p is a share of what top-k has left
+    keep = (p.cumsum(-1) - p < sampling.top_p) & (p >= sampling.min_p * p[0])
     return int(ids[torch.multinomial(p * keep, 1, generator=generator)])
 
 
 def prefill(model, memory, prompts, chunk=None, progress=None):
     """Feed each prompt (a list of ids) to its row of a FullMemory, `chunk` tokens at a time -> logits [B, V].
 
-    progress(tokens), if given, is called after each chunk. Any chunk gives the same result. SPEC section 3.
+    progress(tokens), if given, is called after each chunk. The chunk changes the result by rounding alone.
+    SPEC section 3.
     """
     chunk = chunk or (2048 if model.device.type == "cuda" else 512)
     last = []

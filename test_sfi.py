@@ -319,6 +319,13 @@ def test_the_same_seed_writes_the_same_text_and_temperature_zero_is_greedy(tiny)
     assert run(tiny, ids(20), SMALL, sampling=Sampling(temperature=2.0, top_k=1)).ids == run(tiny, ids(20), SMALL).ids
 
 
+def test_top_p_is_a_share_of_what_top_k_has_left():
+    logits = torch.tensor([0.4, 0.3, 0.3]).log()                            # after top-k 4/7 and 3/7
+    for top_p, drawn in ((0.5, {0}), (0.6, {0, 1})):
+        assert {sfi.sample(logits, Sampling(1.0, 2, top_p), torch.Generator().manual_seed(seed))
+                for seed in range(40)} == drawn
+
+
 @settings(max_examples=50, deadline=None)
 @given(logits=st.lists(st.floats(-8, 8), min_size=2, max_size=12), top_k=st.integers(0, 20), top_p=st.floats(0.01, 1),
        min_p=st.floats(0, 1), seed=st.integers(0, 1000))
@@ -326,8 +333,9 @@ def test_a_sampled_token_passes_every_filter(logits, top_k, top_p, min_p, seed):
     logits = torch.tensor(logits)
     token = sfi.sample(logits, Sampling(1.0, top_k, top_p, min_p), torch.Generator().manual_seed(seed))
     p = logits.double().softmax(-1)
-    better = p[p > p[token]]
-    assert p[token] >= min_p * p.max() - 1e-12 and better.sum() < top_p + 1e-12 and (not top_k or len(better) < top_k)
+    better, left = p[p > p[token]], p.sort(descending=True).values[: top_k or None].sum()
+    assert p[token] >= min_p * p.max() - 1e-12 and better.sum() < left * top_p + 1e-12
+    assert not top_k or len(better) < top_k
 
 
 @pytest.mark.parametrize("knobs", [

@@ -95,18 +95,20 @@ def _():
     return 2**31, [lambda: read_kernel[(2**30 // 8192 // 16,)](x, y, 8192, 16, num_warps=8)]
 
 
-def attend_args(B, N, heads=16, kv_heads=8, dim=128, fast=False, logits=None, queries=1, dtype=torch.bfloat16,
-                selected=2048, recent=288):
+def attend_args(B, N, heads=16, kv_heads=8, dim=128, fast=False, logit_dtype=None, queries=1,
+                dtype=torch.bfloat16, selected=2048, recent=288):
+    """Arguments of attend for one step of a random cache, as attend_torch names them."""
     keys, values = (torch.empty(B, kv_heads, N, dim, device="cuda", dtype=dtype).normal_() for _ in range(2))
-    compact = [normal(B, kv_heads, 4 + selected, dim, dtype=dtype) if fast or logits else None for _ in range(2)]
+    compact = [normal(B, kv_heads, 4 + selected, dim, dtype=dtype) if fast or logit_dtype else None for _ in range(2)]
     row = (4 + selected, N - recent, N, 0) if fast else (0, 0, N, 1)
     return [normal(B, heads, dim, dtype=dtype), normal(B, kv_heads, dim, dtype=dtype),
             normal(B, kv_heads, dim, dtype=dtype),
             keys, values, *compact, torch.tensor([row] * B, dtype=torch.int32, device="cuda"), dim ** -0.5,
             torch.empty(B, kv_heads, N, device="cuda"),
             normal(B, 16, heads, dim, dtype=dtype) if queries > 1 else None, queries,
-            torch.empty(B, kv_heads, queries * heads // kv_heads, N, device="cuda", dtype=logits) if logits else None,
-            torch.empty(B, kv_heads, queries * heads // kv_heads, device="cuda") if logits else None, 4, 256]
+            torch.empty(B, kv_heads, queries * heads // kv_heads, N, device="cuda", dtype=logit_dtype)
+            if logit_dtype else None,
+            torch.empty(B, kv_heads, queries * heads // kv_heads, device="cuda") if logit_dtype else None, 4, 256]
 
 
 def attend_case(name, B, N, tile=None, **options):
@@ -129,11 +131,11 @@ for tile in ((128, 4, 3, 132), (64, 4, 3, 264)):
     for B, N in ((1, 131072), (4, 32768), (8, 32768), (6, 131072)):
         attend_case("dense", B, N, tile)
 for B, N in ((1, 8192), (1, 131072), (4, 131072), (8, 131072)):
-    attend_case("dense+logits", B, N, logits=torch.bfloat16)
-    attend_case("dense+8 queries", B, N, logits=torch.bfloat16, queries=8)
+    attend_case("dense+logits", B, N, logit_dtype=torch.bfloat16)
+    attend_case("dense+8 queries", B, N, logit_dtype=torch.bfloat16, queries=8)
 for tile, B in itertools.product((None, (64, 4, 3, 264), (64, 4, 3, 528), (64, 4, 3, 1056), (64, 4, 3, 2112)), (1, 6)):
-    attend_case("dense+logits 4B", B, 131072, tile, logits=torch.bfloat16, heads=32)
-    attend_case("dense+8 queries 4B", B, 131072, tile, logits=torch.bfloat16, queries=8, heads=32)
+    attend_case("dense+logits 4B", B, 131072, tile, logit_dtype=torch.bfloat16, heads=32)
+    attend_case("dense+8 queries 4B", B, 131072, tile, logit_dtype=torch.bfloat16, queries=8, heads=32)
 for B in (1, 4, 6, 8):
     attend_case("fast", B, 8192, fast=True)
     for tile in ((64, 4, 3, 264), (32, 4, 3, 256), (32, 2, 3, 528), (128, 4, 3, 132)):
@@ -272,7 +274,7 @@ def check(name, value, bound):
 
 def check_attend(dtype, heads, queries, bound):
     plan = [(0, 0, 5000, 1), (2052, 3000, 4001, 0), (0, 0, 1, 0), (20, 4096, 4097, 0), (0, 0, 4095, 1)]
-    args = attend_args(len(plan), 5120, heads, logits=dtype, queries=queries, dtype=dtype)
+    args = attend_args(len(plan), 5120, heads, logit_dtype=dtype, queries=queries, dtype=dtype)
     args[7] = torch.tensor(plan, dtype=torch.int32, device="cuda")
     for b, (compact, start, end, _) in enumerate(plan):
         for x in args[3:5]:
@@ -315,7 +317,8 @@ def check_linear(dtype, c, M, bound):
     w, both = (normal(n, c["hidden"], dtype=dtype).div_(32) for n in (4096, 2 * c["mlp"]))
     *args, residual = x, w, norm, 1e-6, normal(M, 4096, dtype=dtype)
     got = TRITON.linear(*args, residual.clone())                            # which may be written over
-    check(f"linear {str(dtype)[6:]} {M} x {c['hidden']}", error(got, TORCH.linear(*map(wide, (*args, residual)))), bound)
+    want = TORCH.linear(*map(wide, (*args, residual)))
+    check(f"linear {str(dtype)[6:]} {M} x {c['hidden']}", error(got, want), bound)
     args = (x, both, norm, 1e-6)
     check(f"swiglu {str(dtype)[6:]} {M} x {c['hidden']}", error(TRITON.swiglu(*args), TORCH.swiglu(*map(wide, args))),
           2 * bound)
@@ -370,7 +373,7 @@ def main():
             nbytes, calls = make()
             seconds = timed(calls)
         except Exception as problem:                                        # one case must not cost the others
-            print(f"{name:52} {type(problem).__name__}: {str(problem).splitlines()[0][:80]}", flush=True)
+            print(f"{name:52} {type(problem).__name__}: {str(problem)[:80].partition(chr(10))[0]}", flush=True)
             continue
         if name == "copy":
             DONE["copy"] = nbytes / seconds

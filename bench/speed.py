@@ -461,13 +461,11 @@ def main():
                        for name in scale.models for batch in scale.batches[name]] for context in scale.contexts}
     if scale.device == "cuda" and not arguments.layers and not arguments.model:
         compile_ahead([row for jobs in steps.values() for row, *_ in jobs if arguments.only in row])
-    folder, file = ROOT / "tiny", ROOT / "examples" / "8k.txt"
     jobs = [*steps.pop("128K", ())]
     if not arguments.model:
         jobs += [("HF dynamic", 30, measure_hf, "4B", "128K", ("dynamic",))]
-    jobs += [*steps.pop("32K", ()), ("attention alone", 15, measure_attention)]
-    if file.exists() and any(folder.glob("*.safetensors")):
-        jobs += [("text", 25, measure_text, folder, file)]
+    jobs += [*steps.pop("32K", ()), ("attention alone", 15, measure_attention),
+             ("text", 25, measure_text, ROOT / "tiny", ROOT / "examples" / "8k.txt")]
     jobs += [job for rest in steps.values() for job in rest]
     jobs += [(f"prefill {name} {context}", 5 + n // 6000, measure_prefill, name, context)
              for context, n in scale.contexts.items() for name in scale.models]

@@ -1,9 +1,11 @@
 """The promises of the GPU path that only a real card can keep: `pytest -m gpu`, in a few minutes.
 
-The Triton path beside the torch path on the shipped checkpoint (while it has no weights: a random model of its shape),
-captured graphs beside eager steps, overlap on and off, long contexts, memory. Each kernel alone: tests/test_kernels.py.
+The Triton path beside the torch path on the shipped checkpoint, captured graphs beside eager steps, overlap on and off,
+long contexts, memory. Each kernel alone: tests/test_kernels.py.
 Caches are filled with NaN before they are used: whatever is read too early, or beside its range, shows.
 """
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,17 +16,14 @@ import torch
 import kernels
 import model as qwen3
 from selector import select
-from sfi import FullMemory, SFIConfig, SlowFastMemory, Step, Stepper, decode, generate, prefill, read_prompts
+from sfi import (FullMemory, SFIConfig, SlowFastMemory, Step, Stepper, decode, generate, prefill, read_prompts,
+                 sentence_tokens)
 
 DEVICE = "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")]
 
 ROOT = Path(__file__).parents[1]
 TEXT = ROOT / "examples" / "8k.txt"
-SHIPPED = next((file.parent for file in (ROOT / "tiny").glob("*.safetensors")), None)
-LIKE_SHIPPED = qwen3.Config(vocab_size=2048, hidden_size=256, intermediate_size=704, num_hidden_layers=8,
-                            num_attention_heads=8, num_key_value_heads=4, head_dim=64, max_position_embeddings=16384,
-                            rope_theta=1e6, tie_word_embeddings=True)
 SMALL = qwen3.Config(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
                      num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=140000,
                      rope_theta=1e6, tie_word_embeddings=True)              # Qwen3-0.6B
@@ -35,26 +34,13 @@ both_presets = pytest.mark.parametrize("config", [PAPER, ROBUST], ids=["paper", 
 
 
 def build(dtype, ops=None):
-    """The shipped checkpoint, or a random model with the same weights for every dtype."""
-    if SHIPPED:
-        return qwen3.load(SHIPPED, DEVICE, dtype, ops)
-    source = qwen3.Qwen3.random(LIKE_SHIPPED, DEVICE, torch.bfloat16)
-    model = qwen3.Qwen3(LIKE_SHIPPED, DEVICE, dtype, ops)
-    for name, weight in source.parameters.items():
-        model.parameters[name].copy_(weight)
-    return model
+    """The shipped checkpoint."""
+    return qwen3.load(ROOT / "tiny", DEVICE, dtype, ops)
 
 
 def text(model, count, start=0):
-    """`count` token ids of an example, random ones for a model without a tokenizer."""
-    if model.tokenizer and TEXT.exists():
-        return model.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[start : start + count]
-    return torch.randint(1, model.config.vocab_size, (count,), generator=torch.Generator().manual_seed(start)).tolist()
-
-
-def sentences(model):
-    """(ends, blank) for the trigger; made up for a model without a tokenizer."""
-    return model.tokenizer.sentence_tokens() if model.tokenizer else (frozenset(range(0, 2048, 40)), frozenset())
+    """`count` token ids of an example."""
+    return model.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[start : start + count]
 
 
 @torch.inference_mode()
@@ -88,7 +74,7 @@ def trace(model, full, logits, config, new, forced=None, capture=None, **options
             x.fill_(float("nan"))
     result = Trace(memory)
     stepper = Stepper(model, memory, capture)
-    for token in decode(model, memory, logits, config or SFIConfig(policy="always"), new, sentences(model), (),
+    for token in decode(model, memory, logits, config or SFIConfig(policy="always"), new, sentence_tokens(model), (),
                         forced=forced, stepper=stepper):
         result.ids.append(token.ids)
         result.kinds.append([(r.kind, r.reason) for r in token.records])
@@ -283,6 +269,18 @@ def test_a_layer_of_more_than_2_to_31_elements():
     assert torch.equal(out[0], v[0].repeat_interleave(H // G, 0))           # one token alone
 
 
+@torch.inference_mode()
+def test_evidence_rows_that_lie_more_than_2_to_31_elements_apart():
+    card_with(12)
+    G, R, C, stride = 2, 4, 1000, 2**30
+    store = torch.empty(R * stride, dtype=torch.bfloat16, device=DEVICE)
+    apart = store.as_strided((1, 1, G, R, C), (1, 1, C, stride, 1)).copy_(torch.randn(1, 1, G, R, C))
+    norms, plan = torch.ones(1, 1, G, C, device=DEVICE), torch.tensor([(0, 0, C, 1)], dtype=torch.int32, device=DEVICE)
+    near, far = (kernels.scores_triton(z, z.float().logsumexp(-1), norms, plan, 0, 0, SFIConfig().selector)
+                 for z in (apart.contiguous(), apart))
+    assert torch.equal(near.log_spread, far.log_spread)
+
+
 @both_presets
 @torch.inference_mode()
 def test_slow_and_fast_steps_at_128k(config):
@@ -374,3 +372,13 @@ def test_too_many_tokens_are_refused_before_anything_is_allocated():
     with pytest.raises(ValueError, match=f"{limit - 10} prompt tokens and 11 new ones exceed .* {limit} positions"):
         generate(model, [5] * (limit - 10), max_new_tokens=11)
     assert torch.cuda.max_memory_allocated() == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA cards")
+def test_another_card_is_made_the_current_one_first():
+    with pytest.raises(ValueError, match="cuda:1 is not the current device: call torch.cuda.set_device first"):
+        qwen3.load(ROOT / "tiny", "cuda:1")
+    command = [sys.executable, ROOT / "sfi.py", "--prompt", ROOT / "examples" / "1k.txt", "--max-new-tokens", "40"]
+    first, second = (subprocess.run([*command, "--device", device], capture_output=True, text=True, check=True).stdout
+                     for device in ("cuda:0", "cuda:1"))
+    assert first == second != ""

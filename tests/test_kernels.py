@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import kernels
 from kernels import TORCH, TRITON, scores_triton, top_triton
 from selector import SelectorConfig, select
 
@@ -99,7 +100,7 @@ def test_norm_and_rope_of_q_and_k_are_torchs(device, dim):
 
 
 def attend_case(device, dtype, plan, group=2, kv_heads=2, dim=16, capacity=96, slots=40, ring=0, queries=1,
-                logits=None):
+                logit_dtype=None):
     """Arguments of attend for one step of a random cache, NaN wherever the step must not look."""
     B = len(plan)
     shape = dict(device=device, dtype=dtype)
@@ -116,8 +117,8 @@ def attend_case(device, dtype, plan, group=2, kv_heads=2, dim=16, capacity=96, s
             held[b, (end - 1 - w) % ring] = torch.randn(group * kv_heads, dim, **shape)
     return [q, k, v, keys, values, *compact, torch.tensor(plan, dtype=torch.int32, device=device), dim ** -0.5,
             torch.full((B, kv_heads, capacity), NAN, device=device), held, queries,
-            logits and torch.full((B, kv_heads, queries * group, capacity), 7.0, device=device, dtype=logits),
-            logits and torch.full((B, kv_heads, queries * group), 7.0, device=device), 4, 12]
+            logit_dtype and torch.full((B, kv_heads, queries * group, capacity), 7.0, device=device, dtype=logit_dtype),
+            logit_dtype and torch.full((B, kv_heads, queries * group), 7.0, device=device), 4, 12]
 
 
 def check_attend(args, dtype):
@@ -157,13 +158,13 @@ def test_any_length(device, compact, recent):
 @pytest.mark.parametrize("n", [4095, 4096, 4097])
 def test_lengths_round_a_large_power_of_two(device, n):
     check_attend(attend_case(device, torch.float32, [(0, 0, n, 1)], kv_heads=1, capacity=4160, slots=8,
-                             logits=torch.float32), torch.float32)
+                             logit_dtype=torch.float32), torch.float32)
 
 
 def test_rows_of_different_kinds_share_a_batch(device):
     plan = [(0, 0, 90, 1), (40, 50, 61, 0), (0, 0, 1, 0), (3, 95, 96, 0), (0, 0, 33, 1)]
     for dtype in dtypes(device):
-        check_attend(attend_case(device, dtype, plan, ring=4, queries=3, logits=torch.float32), dtype)
+        check_attend(attend_case(device, dtype, plan, ring=4, queries=3, logit_dtype=torch.float32), dtype)
 
 
 def test_rows_share_programs_where_there_are_fewer_programs_than_rows(device, monkeypatch):
@@ -171,12 +172,12 @@ def test_rows_share_programs_where_there_are_fewer_programs_than_rows(device, mo
     plan = [(0, 0, 90, 1), (40, 50, 61, 0), (0, 0, 1, 0)]
     for pieces in (1, 3, 5, 100):
         monkeypatch.setattr(kernels, "attend_tile", lambda *_: (16, 4, 2, pieces))
-        check_attend(attend_case(device, torch.float32, plan, logits=torch.float32), torch.float32)
+        check_attend(attend_case(device, torch.float32, plan, logit_dtype=torch.float32), torch.float32)
 
 
 @pytest.mark.parametrize("end", [1, 2, 3, 40])
 def test_an_older_query_leaves_logits_over_its_own_past_only(device, end):
-    args = attend_case(device, torch.float32, [(0, 0, end, 1)], ring=5, queries=5, group=3, logits=torch.float32)
+    args = attend_case(device, torch.float32, [(0, 0, end, 1)], ring=5, queries=5, group=3, logit_dtype=torch.float32)
     check_attend(args, torch.float32)
     rows = args[12][0, 0]                                                   # [R, C]
     for w in range(5):
@@ -184,10 +185,18 @@ def test_an_older_query_leaves_logits_over_its_own_past_only(device, end):
         assert (rows[w * 3 : (w + 1) * 3, max(end - w, 0) : end] == NEVER).all()
 
 
-@pytest.mark.parametrize("end, sink, recent", [(1, 0, 0), (40, 0, 0), (40, 39, 0), (40, 4, 36), (40, 17, 5), (9, 20, 3)])
+@pytest.mark.parametrize("end", [1, 3, 40])
+def test_a_ring_that_is_shorter_than_the_queries_asked_for(device, end):
+    """As a trace may have it: a row that no query is kept for sees nothing."""
+    check_attend(attend_case(device, torch.float32, [(0, 0, end, 1)], ring=64, queries=90, logit_dtype=torch.float32),
+                 torch.float32)
+
+
+@pytest.mark.parametrize("end, sink, recent", [
+    (1, 0, 0), (40, 0, 0), (40, 39, 0), (40, 4, 36), (40, 17, 5), (9, 20, 3)])
 def test_the_candidates_sum_leaves_out_sink_and_recent(device, end, sink, recent):
     """Even where a logit outside is so large that next to it all candidates would be nothing."""
-    args = attend_case(device, torch.float32, [(0, 0, end, 1)], ring=3, queries=3, logits=torch.float32)
+    args = attend_case(device, torch.float32, [(0, 0, end, 1)], ring=3, queries=3, logit_dtype=torch.float32)
     args[14:] = sink, recent
     check_attend(args, torch.float32)
     z, lse = args[12][0, ..., min(sink, end) : max(end - recent, min(sink, end))], args[13][0]
@@ -199,7 +208,7 @@ def test_the_candidates_sum_leaves_out_sink_and_recent(device, end, sink, recent
 
 
 def test_logits_are_rounded_once_to_the_buffers_dtype(device):
-    check_attend(attend_case(device, torch.float16, [(0, 0, 50, 1)], logits=torch.float16), torch.float16)
+    check_attend(attend_case(device, torch.float16, [(0, 0, 50, 1)], logit_dtype=torch.float16), torch.float16)
 
 
 def test_a_query_head_reads_the_kv_head_of_its_group(device):
@@ -239,8 +248,8 @@ def publish_case(device, plan, layers=1, kv_heads=2, rows=2, capacity=160, dim=1
                     logits[:, b, :, r, max(end - end * r // (rows - 1), 0) : end] = NEVER
     positions = torch.full((layers, B, kv_heads, selected), -1, device=device)
     compact = [torch.full((layers, B, kv_heads, sink + selected, dim), 7.0, device=device) for _ in range(2)]
-    return [logits, candidates_lse(logits, plan, sink, 32), norms, keys, values, torch.tensor(plan, dtype=torch.int32, device=device), sink, 32,
-            None, positions, *compact]
+    return [logits, candidates_lse(logits, plan, sink, 32), norms, keys, values,
+            torch.tensor(plan, dtype=torch.int32, device=device), sink, 32, None, positions, *compact]
 
 
 SHORT = [(0, 0, n, 1) for n in (1, 3, 4, 36, 37, 45, 160)]                  # from no candidates to more than selected
@@ -266,7 +275,8 @@ LONG = dict(lambda_cap_multi=1.0)                                          # lam
 @pytest.mark.parametrize("kv_heads, rows, blind, knobs", [
     (1, 1, False, {}), (2, 1, False, {}), (8, 3, True, {}), (3, 5, True, dict(alpha=0)), (3, 2, False, dict(alpha=0)),
     (3, 5, True, dict(alpha=2.0, spread=8, nms_window=6)), (1, 2, True, dict(nms_window=1000, spread=300)),
-    (2, 3, True, dict(weight_norm=0, weight_position=0)), (1, 2, False, LONG)])
+    (2, 3, True, dict(weight_norm=0, weight_position=0)), (1, 2, False, LONG),
+    (1, 1, False, dict(position_power=0)), (1, 1, False, dict(position_power=0.001, weight_position=10))])
 def test_every_stage_of_the_selector_is_torchs(device, kv_heads, rows, blind, knobs):
     """Also where the candidates fill several parts, each summed by a program of its own, and blocks of a part."""
     plan = [(0, 0, 4600, 1)] if knobs is LONG else [(0, 0, 150, 1), (0, 0, 38, 1)]
@@ -287,6 +297,18 @@ def test_every_stage_of_the_selector_is_torchs(device, kv_heads, rows, blind, kn
         for x, y in zip(stages, (want.log_evidence, want.log_fused, want.log_exclusive, want.log_spread)):
             torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
         torch.testing.assert_close(lam[0, b].double(), want.lam, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("reach", [1, 2, 3, 255, 256, 257, 512, 513, 514])
+def test_the_window_reaches_as_far_as_it_should(device, reach):
+    """Scores that rise show it: the largest is the last. A reach beyond 256 is several windows side by side."""
+    plan, C, config = [(0, 0, 1200, 1)], 1200, SelectorConfig(nms_window=2 * reach, spread=reach, lambda_cap_single=0)
+    logits, norms = torch.arange(C, device=device).view(1, 1, 1, 1, C) / 100, torch.ones(1, 1, 1, C, device=device)
+    on_device = torch.tensor(plan, dtype=torch.int32, device=device)
+    got = scores_triton(logits, candidates_lse(logits, plan, 0, 0), norms, on_device, 0, 0, config)
+    want = select(logits[0, 0].double(), norms[0, 0].double(), 0, C, 8, config)
+    torch.testing.assert_close(got.log_exclusive[0, 0].double(), want.log_exclusive, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(got.log_spread[0, 0], want.log_spread, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -341,7 +363,12 @@ def test_rows_that_are_fast_keep_their_selection(device):
         assert (after[:, 0] == before).all() and (after[:, 1] != before).any()
 
 
-def test_every_kernel_compiles_without_spilling():
+def test_more_queries_than_a_card_has_room_for_are_refused():
+    with pytest.raises(ValueError, match="1040 rows of queries do not fit on this card: fewer evidence_queries would"):
+        kernels.attend_tile(8, 4096, "logits", 1040, 128, 2, torch.device("cpu"))
+
+
+def test_no_kernel_spills_in_its_loop_over_tiles():
     """For sm_80, sm_90 and sm_100; needs no GPU."""
     script = Path(__file__).with_name("compile_kernels.py")
     run = subprocess.run([sys.executable, script], capture_output=True, text=True)
