@@ -10,6 +10,7 @@ Paper: sections on the slow-fast schedule, memory layout and overlap. SPEC secti
 Symbols: B sequences, T prompt tokens, N cached tokens with the step's own, L layers, H query heads, G KV heads,
 D head dim, K selected tokens, C capacity. Step 0 is the end of prefill; step j takes the j-th generated token.
 """
+import functools
 import operator
 import os
 import signal
@@ -335,6 +336,16 @@ class SlowFastMemory:
         self.counts[b] = min(self.positions.shape[-1], self.edges[b] - self.firsts[b])
 
 
+@functools.cache
+def main_stream(device):
+    """What steps are captured on: of high priority, so that the layers go before a Selector beside them.
+
+    And never the Selector's own, which torch.cuda.graph's default can be: streams of one priority are handed out in
+    turn, from a pool of 32. One for all steps, since cuBLAS keeps a workspace for each.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class Stepper:
     """Runs decode steps of one memory over static tensors; on CUDA each kind of step is captured once, then replayed.
 
@@ -379,9 +390,7 @@ class Stepper:
         self.compute(slow)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Of high priority: the layers go before a Selector beside them. And never the Selector's own stream, which
-        # torch.cuda.graph's can be: streams of one priority are handed out in turn, from a pool of 32.
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
+        with torch.cuda.graph(graph, stream=main_stream(self.model.device)):
             logits = self.compute(slow)
         self.graphs[slow] = graph, logits
 
