@@ -24,6 +24,8 @@ import text
 from cli import Parser
 from sfi import SFIConfig, SlowFastMemory, Stepper, decode, read_prompts, sentence_tokens
 
+LENGTHS = [1024, 4096, 8192]
+
 
 class Clock:
     """A memory whose attention is timed: `seconds` since it was last set to 0."""
@@ -56,17 +58,22 @@ def timed(model, memory, logits, config, ids):
     return kinds, len(pairs) / sum(s.seconds for s, _ in pairs)
 
 
+def read(tokenizer, length, new):
+    """A document's ids: `length` for the prompt, `new` to feed after them."""
+    # A document is only about as long as it is asked to be.
+    ids = tokenizer.encode(text.make_document(500_000, length + new + 64, "scattered", questions=8).text)
+    if len(ids) < length + new:
+        raise ValueError(f"--lengths: no document has {length} tokens and {new} to feed after them")
+    return ids[:length], ids[length : length + new]
+
+
 def measure(folder, length, new, threads, preset, retain):
     """All numbers at one prompt length, as a dict."""
     torch.set_num_threads(threads)
     model = qwen3.load(folder, dtype=torch.float32)
     if model.tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer.json")
-    document = text.make_document(500_000, length + new, "scattered", questions=8)
-    ids = model.tokenizer.encode(document.text)
-    prompt, forced = ids[:length], ids[length : length + new]
-    if len(forced) < new:
-        raise ValueError(f"--lengths: no document has {length} tokens and {new} to feed after them")
+    prompt, forced = read(model.tokenizer, length, new)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     config = SFIConfig.preset(preset, selected=round(retain * length))
     full, logits, seconds = read_prompts(model, [prompt], config, len(forced))
@@ -88,7 +95,7 @@ def measure(folder, length, new, threads, preset, retain):
 def main(argv=None):
     p = Parser(description="Speed and memory of full KV and SFI on a CPU, at batch 1 in fp32.")
     p.add_argument("--model", default="tiny", help="folder (default: the shipped checkpoint)")
-    p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
+    p.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     p.add_argument("--new-tokens", type=int, default=128)
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--preset", default="robust")

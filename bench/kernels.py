@@ -356,6 +356,8 @@ def main():
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--skip-checks", action="store_true")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("kernels: no CUDA device here")
     cases = [(name, make) for name, make in CASES if options.only in name or name in ("copy", "read")]
     if options.worker is not None:
         small = [(name, make) for name, make in cases if "B=8 128K" not in name and "head" not in name]

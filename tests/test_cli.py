@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ EXAMPLE = ROOT / "examples" / "1k.txt"
 
 
 def start(*arguments, **options):
+    # Ctrl-C must reach it even where these tests run in the background of a shell, which makes children ignore it.
+    options.setdefault("preexec_fn", partial(signal.signal, signal.SIGINT, signal.SIG_DFL))
     return subprocess.Popen([sys.executable, str(ROOT / "sfi.py"), *map(str, arguments)], stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, cwd=options.pop("cwd", ROOT), **options)
 

@@ -13,6 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "bench"))                # last: its files must not stand before the project's
 
+import cpu
 import model as qwen3
 import quality
 import text
@@ -369,3 +370,10 @@ def test_what_cannot_be_measured_is_refused(tmp_path, monkeypatch, argv, said):
     Path("odd.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=said):
         quality.main(argv)
+
+
+def test_the_speed_program_has_text_for_the_lengths_it_measures_by_default():
+    tokenizer = qwen3.load(ROOT / "tiny").tokenizer
+    for length in cpu.LENGTHS:
+        prompt, forced = cpu.read(tokenizer, length, 128)
+        assert (len(prompt), len(forced)) == (length, 128)
